@@ -41,8 +41,8 @@ class Runtime:
         observers: called on the loop's thread when a load or lease has ended, with a record of it.
         world: clock, network and the like, which tests replace.
         parts: optional features, as for `kvflow.Runtime`; call their methods through `start`.
-        call_timeout_s: seconds that a call waits for the loop's thread, beyond its work's time, before it raises
-            TimeoutError.
+        call_timeout_s: seconds that a call waits for the loop's thread, in addition to the time that the work may take.
+            Then the call raises TimeoutError.
 
     Raises:
         ConfigError: an argument is of the wrong kind.
@@ -136,7 +136,7 @@ class Runtime:
     def unregister(self) -> None:
         """Blocking form of `kvflow.Runtime.unregister`: make the cache unreachable for peers and loads.
 
-        If it raises TimeoutError, unregistering goes on.
+        If this call raises TimeoutError, the unregistering goes on.
         """
         self._thread.call(asynchronous.Runtime.unregister, self._ending_s)
 
@@ -148,7 +148,7 @@ class Runtime:
         return Lease(self._thread.call_now(lambda rt: rt.serve_blocks(request)), self._thread)
 
     def introduce(self) -> Ticket:
-        """Blocking form of `kvflow.Runtime.introduce`: return a ticket that describes this rank, with no blocks."""
+        """Blocking form of `kvflow.Runtime.introduce`: return a ticket without blocks that names this rank."""
         return self._thread.call_now(asynchronous.Runtime.introduce)
 
     def decline(
@@ -171,7 +171,8 @@ class Runtime:
             request: the ticket, and the local blocks to fill.
 
         Returns:
-            The load's handle. The blocks may be reused once its `settled()` has returned, however the load has ended.
+            The load's handle. Once the handle's `settled()` has returned, the blocks may be reused, however the load
+            has ended.
         """
         return Load(self._thread, request)
 
@@ -208,7 +209,7 @@ class Runtime:
             self._thread.call_soon(kept.close)
 
     def release_blocks(self, ticket: Ticket | Mapping[str, Any]) -> bool:
-        """Blocking form of `kvflow.Runtime.release_blocks`: release the leases of a ticket without reading them."""
+        """Blocking form of `kvflow.Runtime.release_blocks`: release a ticket's leases without reading the blocks."""
         bound_s = self.config.lease_lifetime_s + self.config.handshake_timeout_s + self._thread.call_timeout_s
         return self._thread.call(lambda rt: rt.release_blocks(ticket), bound_s)
 

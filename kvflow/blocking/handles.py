@@ -24,8 +24,8 @@ class Lease:
     """A lease of a blocking runtime, for use on any thread. Its methods do what those of `kvflow.Lease` do.
 
     `advance`, `extend`, `complete` and `fail` return once the event loop has carried them out. They raise TimeoutError
-    if the loop's thread is stuck for longer than the runtime's `call_timeout_s`, RuntimeClosed or RuntimeBroken if it
-    has ended, and UsageError on that thread.
+    if the loop's thread is stuck for longer than the runtime's `call_timeout_s`, RuntimeClosed or RuntimeBroken if that
+    thread has ended, and UsageError if called on it.
     """
 
     def __init__(self, lease: AsyncLease, thread: LoopThread) -> None:
@@ -87,7 +87,7 @@ class Lease:
         return self
 
     def restart(self, ttl_s: float | None = None) -> None:
-        """Start the lease's time again, as if it were opened now with `ttl_s`. Never waits.
+        """Start the lease's time again, as if the lease were opened now with `ttl_s`. Never waits.
 
         Args:
             ttl_s: new time to live in seconds; None: Config.lease_ttl_s.
@@ -106,7 +106,10 @@ class Lease:
         self._thread.call_now(lambda _: self._lease.extend(block_ids))
 
     def complete(self, payload: bytes = b"", ready: DeviceEvent | None = None) -> None:
-        """Blocking form of `kvflow.Lease.complete`: announce that all tokens are computed, and give loads `payload`."""
+        """Blocking form of `kvflow.Lease.complete`: announce that all tokens are computed.
+
+        The lease's loads get `payload` (`LoadReport.payload`).
+        """
         self._thread.call_now(lambda _: self._lease.complete(payload, ready))
 
     def fail(self, reason: str = "") -> Lease:
@@ -218,8 +221,8 @@ class Load:
     def __iter__(self) -> Iterator[Progress]:
         """Yield a `Progress` whenever more tokens have landed, until the load ends. Several threads may iterate.
 
-        Raises the errors of `result`; TimeoutError if the loop's thread is stuck for longer than the load may take plus
-        the runtime's `call_timeout_s`.
+        The iteration raises the errors of `result`, and TimeoutError if the loop's thread is stuck for longer than the
+        load may take plus the runtime's `call_timeout_s`.
         """
         tokens = -1
         while (progress := self._step(tokens)) is not None:
@@ -281,8 +284,8 @@ class QuarantinedBlocks:
     def settled(self, timeout_s: float | None = None) -> None:
         """Wait until no byte can land in the blocks.
 
-        Raises TimeoutError after `timeout_s`, and RuntimeBroken if the loop has ended before the reads were known to
-        have stopped.
+        TimeoutError if `timeout_s` has passed; RuntimeBroken if the loop has ended before the reads were known to have
+        stopped.
         """
         self._thread.wait_safe(self, self._settled, timeout_s)
 

@@ -30,15 +30,15 @@ class LoopThread(threading.Thread):
 
     The thread has no reference to the `blocking.Runtime`, so that a dropped runtime is collected and noticed.
 
-    Thread `kvflow-loop <engine>`: begun by opening a `blocking.Runtime`. Ends when the runtime closes, or its loop
-    dies; then waiting calls raise `RuntimeBroken`.
+    Thread `kvflow-loop <engine>`: begun by opening a `blocking.Runtime`. It ends when the runtime closes or the loop
+    dies. If the loop dies, waiting calls raise `RuntimeBroken`.
     """
 
     def __init__(self, runtime: asynchronous.Runtime, call_timeout_s: float) -> None:
         super().__init__(name=f"kvflow-loop {runtime.config.engine_id}", daemon=True)
         self.runtime = runtime
         self.call_timeout_s = call_timeout_s
-        """Seconds that a call waits for this thread, beyond the time that its work may take."""
+        """Seconds that a call waits for this thread, in addition to the time that the call's work may take."""
         self.loop = uvloop.new_event_loop()
         self._closing = asyncio.Event()
         self._opened: Future[None] = Future()
@@ -47,7 +47,7 @@ class LoopThread(threading.Thread):
         self._ended = False
         self._cause: BaseException | None = None
         self._futures: set[Future[Any]] = set()
-        """Futures of unfinished work. The end of the thread sets an error on those that are left."""
+        """Futures of unfinished work. The end of the thread sets an error on the futures that are left."""
         self._in_forked_child = False
 
     def open(self, closing_s: float) -> None:
@@ -88,7 +88,7 @@ class LoopThread(threading.Thread):
     def close(self, timeout_s: float) -> None:
         """Close the runtime and wait until the thread has ended.
 
-        Raises TimeoutError after `timeout_s`, and RuntimeBroken if the loop had died.
+        TimeoutError if `timeout_s` has passed; RuntimeBroken if the loop had died.
         """
         if self._in_forked_child or self.ident is None:
             self.stop()
@@ -134,7 +134,7 @@ class LoopThread(threading.Thread):
             future.cancel()  # no effect if it is done
 
     def result_of(self, future: Future[ResultT], timeout_s: float | None) -> ResultT:
-        """Return the result of `future`, which `submit` returned. Raises TimeoutError after `timeout_s`."""
+        """Return the result of `future`, which `submit` returned. TimeoutError if `timeout_s` has passed."""
         self.require_another_thread(future)
         return future.result(checked_timeout(timeout_s))
 
@@ -154,8 +154,8 @@ class LoopThread(threading.Thread):
     def wait_safe(self, held: Quarantine, work: Work[None], timeout_s: float | None) -> None:
         """Wait until no byte can land in the blocks of `held`: a load, or other quarantined blocks.
 
-        The coroutine function `work` waits for that on the loop. Raises TimeoutError after `timeout_s`, and
-        RuntimeBroken if the loop has ended while bytes may still land.
+        The coroutine function `work` waits for that on the loop. TimeoutError if `timeout_s` has passed; RuntimeBroken
+        if the loop has ended while bytes may still land.
         """
         if held.safe:
             return
@@ -207,8 +207,8 @@ class LoopThread(threading.Thread):
     async def _carry_out(self, work: Work[ResultT]) -> ResultT:
         """Run the coroutine that `work` returns, as the body of a call's task.
 
-        Task `kvflow-blocking`: one for each call of a `blocking.Runtime`. Ends with its work. The call raises its
-        error.
+        Task `kvflow-blocking`: one for each call of a `blocking.Runtime`. It ends with the call's coroutine. If the
+        coroutine raises an error, the call raises the same error.
         """
         task = asyncio.current_task()
         assert task is not None

@@ -37,8 +37,9 @@ class _Prompt:
 class CachedPrompts:
     """Reports to an engine's workers which blocks hold which prompts, for the workers to share with peers.
 
-    A block has `block_tokens` tokens in all groups. `watch` has the engine's block pool call `note_reused` once it
-    reuses a block with one of the given ids. `null_block` is the id in block tables where the group needs no block.
+    A block has `block_tokens` tokens in all groups. `watch` takes block ids, and has the engine's block pool call
+    `note_reused` when the pool reuses one of these blocks. In block tables, `null_block` stands where the group needs
+    no block.
     """
 
     def __init__(
@@ -52,8 +53,8 @@ class CachedPrompts:
         """Prefix key of the tokens in each block, by block id, as the workers will know after the next step."""
         self._reused: list[int] = []
         self._cached_blocks: list[CachedBlocks] = []
-        """Blocks of requests that have ended since the last step, for the next report. The pool may have reused
-        some."""
+        """Blocks of requests that have ended since the last step, for the next report. The pool may have reused some of
+        these blocks."""
 
     def __repr__(self) -> str:
         blocks, requests = counted(len(self._key_of), "block"), counted(len(self._prompts), "request")
@@ -101,7 +102,7 @@ class CachedPrompts:
     def finish(
         self, request_id: str, *, keys: Callable[[], Sequence[bytes]], computed: int, block_ids: Sequence[Sequence[int]]
     ) -> None:
-        """Add the full blocks of an ended request, of its prompt and its answer, to the next report.
+        """Add the full blocks of an ended request, those of its answer included, to the next report.
 
         Blocks of the answer help requests that continue the conversation. `computed` is the number of computed tokens,
         answer included. `keys` returns the prefix key of each full block, in order. `block_ids` are the block tables.
@@ -137,7 +138,10 @@ class CachedPrompts:
         ]
 
     def _without_reused(self, cached_blocks: CachedBlocks) -> CachedBlocks | None:
-        """Return `cached_blocks` with `NO_BLOCK` for each block that the pool has reused; None if all are."""
+        """Return `cached_blocks` with `NO_BLOCK` for each block that the pool has reused.
+
+        None if the pool has reused all blocks.
+        """
         key_of, keys = self._key_of, cached_blocks.keys
         tables = tuple(
             tuple(one if key_of.get(one) == key else NO_BLOCK for key, one in zip(keys, table, strict=True))

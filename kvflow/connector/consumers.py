@@ -81,8 +81,8 @@ class _TicketUse:
     def remove_reader(self, reader: _Consumer, *, unread: bool) -> bool:
         """Remove `reader`, which no longer needs the ticket. Return True if the workers must release the ticket.
 
-        `unread`: `reader` has not begun to load. A load that has begun has notified the producer; then a release is
-        only needed if the ticket is shared, and no other request needs it.
+        `unread`: `reader` has not begun to load. If it has, only the last reader of a shared ticket leaves something to
+        release: a load with an unshared ticket notifies the producer itself.
         """
         self.readers.remove(reader)
         self.load_tried = self.load_tried or not unread or reader.state is ConsumerState.LOCAL
@@ -100,7 +100,7 @@ class ConsumingRequests:
         self._dialect = dialect
         self._requests: dict[str, _Consumer] = {}
         self._uses = BoundedMap[tuple[str, str], _TicketUse](_USED_TICKETS_MAX)
-        """Use of each of the latest routers' tickets, by the ticket's engine id and request id."""
+        """Requests that use each of the latest tickets from routers, by the ticket's engine id and request id."""
         self._next_step = Step()
 
     def __len__(self) -> int:
@@ -114,8 +114,8 @@ class ConsumingRequests:
     def add(self, request: EngineRequest, params: Mapping[str, Any], sharing: Sharing) -> None:
         """Add a request that may load its prompt with the tickets in `params`, its `kv_transfer_params`.
 
-        RequestError if `params` are not a ticket, or if the ticket is used already; PromptMismatch if it is for other
-        tokens.
+        RequestError if `params` are not a ticket, or if the ticket is used already; PromptMismatch if the ticket is for
+        other tokens.
         """
         what, prompt = f"request {request.request_id!r}", request.prompt_token_ids
         reason = "its parameters are not a ticket"
@@ -159,7 +159,7 @@ class ConsumingRequests:
         """If a ticket is for the same tokens but, for example, other pictures, record a refusal and return True.
 
         If all tickets are for `prompt`, the request's marked token ids, return False. PromptMismatch if a ticket is for
-        other tokens; `what` begins the message. No ticket is released, since the request that it is for may still come.
+        other tokens; `what` begins the message. No ticket is released, since the ticket's own request may still come.
         """
         agreed = False
         for ticket in tickets:
@@ -182,10 +182,10 @@ class ConsumingRequests:
         return False
 
     def _use_of(self, ticket: Ticket, sharing: Sharing, what: str) -> _TicketUse:
-        """Return the `_TicketUse` of a new request's ticket, which is recorded if the ticket is new.
+        """Return the `_TicketUse` of a new request's ticket. If the ticket is new, record its `_TicketUse`.
 
-        RequestError, with a message that begins with `what`, if the ticket is used up, not shared, or used by another
-        engine.
+        RequestError, with a message that begins with `what`, if the ticket is used up or not shared, or if another
+        engine uses it.
         """
         use = _TicketUse(shared=sharing is not Sharing.ALONE)
         found = self._setdefault_use(ticket, use)
@@ -248,7 +248,7 @@ class ConsumingRequests:
             self._next_step.release.append(Release(request_id=request_id, tickets=tickets, last=last))
 
     def match(self, request_id: str, num_computed_tokens: int) -> Matched:
-        """Return how many tokens of a request can be loaded, beyond `num_computed_tokens` in the engine's own cache.
+        """Return how many prompt tokens a request can load after its first `num_computed_tokens`, which are cached.
 
         Return None in place of the number if the request has to wait for another request's load.
         """
@@ -291,7 +291,7 @@ class ConsumingRequests:
         self._next_step.receive.append(receive)
 
     def add_to_step(self, step: Step) -> None:
-        """Set in `step` the loads, releases and leases to keep that were decided since the last step."""
+        """Set in `step` what was decided since the last step: leases to keep, loads to start or cancel, releases."""
         ours, self._next_step = self._next_step, Step()
         step.keep = {name: tickets for name, tickets in ours.keep.items() if self._still_waits(name, tickets)}
         step.receive, step.release = ours.receive, ours.release
@@ -322,7 +322,7 @@ class ConsumingRequests:
         return (first, *others)
 
     def _expect(self, request_id: str, tickets: tuple[Ticket, ...], use: _TicketUse) -> _Consumer:
-        """Add a request in state EXPECTED, which may load with `tickets`, also to the readers in `use`. Return it."""
+        """Add a request in state EXPECTED that may load with `tickets`, also to `use.readers`. Return the request."""
         consumer = self._requests[request_id] = _Consumer(request_id=request_id, tickets=tickets, use=use)
         use.readers.append(consumer)
         return consumer

@@ -1,7 +1,7 @@
 """Converts block ids of an engine's scheduler to block ids of its ranks, which may have registered smaller blocks.
 
-Then each block of the engine consists of several consecutive blocks of the ranks. The engine's block tables have the
-engine's ids; block tables for the workers have the ranks' ids.
+If the ranks' blocks are smaller, each block of the engine consists of several consecutive blocks of the ranks. Block
+tables from the engine have the engine's ids; block tables for the workers have the ranks' ids.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class PagedGroups:
     def missing_blocks(self, block_ids: GivenTables, tokens: int, external: int, what: str) -> BlockTables:
         """Return, for each group, the ids of the registered blocks into which a request's missing tokens are loaded.
 
-        Of the request's first `tokens` tokens, the last `external` are missing. UsageError, with a message that begins
-        with `what`, if they do not fit `block_ids`, the engine's block tables, or are not one table for each group.
+        Of the request's first `tokens` tokens, the last `external` are missing. `block_ids` are the engine's block
+        tables. UsageError, with a message that begins with `what`, if the tables do not fit the tokens or the groups.
         """
         computed, tables = tokens - external, self._tables(block_ids)
         found = tuple(group.blocks(ids, computed, tokens) for group, ids in zip(self._groups, tables, strict=True))

@@ -32,14 +32,14 @@ class _Entry(NamedTuple):
 
     parent: bytes
     blocks: tuple[list[int], ...]
-    """For each group, the ids of all blocks that hold those tokens: an engine may compute a prefix twice."""
+    """For each group, the ids of all blocks that hold the entry's tokens: an engine may compute a prefix twice."""
 
 
 @dataclass(slots=True)
 class _ReportedBlocks:
     """Blocks of one report, which enter the cache once they are computed.
 
-    Then the device event `event` happens; if None, they are already computed.
+    The device event `event` happens when the blocks are computed; None if they are already.
     """
 
     event: DeviceEvent | None
@@ -60,7 +60,7 @@ class PagedPrefixCache:
         self._lock = threading.Lock()
         self._entries: dict[bytes, _Entry] = {}
         self._content_of: dict[int, tuple[bytes, int]] = {}
-        """Prefix key of each block in the cache, and the index of the block's group, by block id."""
+        """For each block in the cache, by block id: its prefix key, and the index of its group."""
         self._reported: deque[_ReportedBlocks] = deque()
         self._pinned: dict[int, tuple[PinnedPrefix, frozenset[int]]] = {}
         """Prefixes that peers may be reading, and the ids of the engine's blocks that hold each, by `id(pinned)`."""
@@ -84,7 +84,7 @@ class PagedPrefixCache:
             self._add_computed()
 
     def remove_reused(self, reused: Iterable[int]) -> list[PinnedPrefix]:
-        """Remove the blocks with the ids `reused`, and return the prefixes that peers may be reading in them.
+        """Remove the blocks with the ids `reused`, and return the prefixes that peers may be reading from these blocks.
 
         The caller must end these prefixes' leases before the engine writes to the blocks.
         """
@@ -139,8 +139,8 @@ class PagedPrefixCache:
         """Find the blocks of a prompt's first `tokens` tokens, by the prefix key `key`.
 
         Return a block table for each group, and `tokens`. The tables have the engine's block ids, and `NO_BLOCK` where
-        a group needs no block. If a block is missing, return None and the largest number of tokens for which a shorter
-        prefix may be in the cache.
+        a group needs no block. If a block is missing, return None and the largest number of tokens that a shorter
+        cached prefix can have.
         """
         size, end, entries = self._block_tokens, tokens // self._block_tokens, self._entries
         firsts = [group.facts.first_needed(tokens) // size for group in self._groups]

@@ -21,7 +21,7 @@ _NAME_CHARS_MAX = 200
 
 
 def runtime_id_of(request_id: str) -> str:
-    """Return the runtime's request id for an engine's `request_id`: of a long id, the beginning and a digest."""
+    """Return the runtime's request id for an engine's `request_id`; a long id becomes its beginning and a digest."""
     if len(request_id) <= _NAME_CHARS_MAX:
         return request_id
     digest = hashlib.blake2b(request_id.encode(), digest_size=8, usedforsecurity=False).hexdigest()
@@ -78,7 +78,8 @@ def pending_ticket_in(params: Mapping[str, Any]) -> Ticket | None:
 def params_of_several(params: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the `kv_transfer_params` for a load of one prompt that several engines have computed, or will compute.
 
-    The load reads from the first engine, and if that fails or its lease has ended, from the next.
+    The load reads from the first engine. If that fails, or if the first engine's lease has ended, it reads from the
+    next.
 
     Args:
         params: for each engine, in the order to try: the `kv_transfer_params` in the engine's answer, or
@@ -100,7 +101,7 @@ def params_of_several(params: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def other_params_in(params: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Return the `kv_transfer_params` of the second and later engines in `params`, a result of `params_of_several`.
 
-    Empty if there is only one. RequestError if these are not a list of dicts.
+    Empty if `params` are for one engine. RequestError if the value is not a list of dicts.
     """
     given = _kvflow_value(params, _OTHERS)
     if given is None:
@@ -121,13 +122,13 @@ def _own_params(ticket: Ticket) -> dict[str, Any]:
 
 
 class Dialect(NamedTuple):
-    """How to read tickets from `kv_transfer_params` and write them. The defaults are for kvflow's own engines."""
+    """How to read tickets from `kv_transfer_params`, and how to write them. The defaults are for kvflow's engines."""
 
     read_ticket: Callable[[Mapping[str, Any]], Ticket] = Ticket.from_params
     """Function that returns the ticket in `kv_transfer_params`, or raises RequestError."""
     params_of: Callable[[Ticket], dict[str, Any]] = _own_params
     shown_id: Callable[[str], str] = str
-    """Function that takes a request id and returns the text for it in lease names."""
+    """Function that takes a request id and returns the text that stands for the id in lease names."""
 
 
 OWN_DIALECT = Dialect()

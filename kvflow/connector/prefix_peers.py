@@ -36,8 +36,8 @@ class PrefixPeers:
     wait_s: float = 0.05
     """Seconds to wait at most for the answers to a question."""
     recompute_s_per_token: float | None = None
-    """Seconds that this engine takes to compute a token. If given, no prefix is loaded from a peer that took longer for
-    each token of earlier loads."""
+    """Seconds that this engine takes to compute a token. If given, no prefix is loaded from a peer from which earlier
+    loads took more time per token."""
     every_rank: bool = False
     """True if all ranks of this engine load the found prefix; False if only the rank that asks does."""
     events: tuple[EventSource, ...] = ()
@@ -78,7 +78,7 @@ class PrefixPeers:
     async def connect_peers(self, within_s: float) -> None:
         """Connect this rank to `known_peers`. Return when all are connected, after `within_s` seconds at the latest.
 
-        A peer that is not reached in time is connected to by the first question to it.
+        If a peer is not reached in time, the first question to that peer connects to it.
         """
         peers, nothing = self.known_peers[:PEERS_MAX], (bytes(KEY_BYTES),)
         await self._seek(

@@ -72,11 +72,11 @@ class _AskingRequest:
     use_events: bool
     state: _State = _State.NEW
     blocker: _AskingRequest | None = None
-    """The request that this request waits for, or has last waited for. None before it has waited, and after it has
-    asked."""
+    """Request that this request waits for, or last waited for. None until this request has waited for another, and
+    again once it has asked peers."""
     blocked_through: _State = _State.NEW
-    """Last state of `blocker` in which this request has to wait: ASKED to wait for the answer to `blocker`, LOADING to
-    wait for its load. It only rises."""
+    """Last state of `blocker` in which this request has to wait: ASKED to wait for the peers' answer to `blocker`,
+    LOADING to wait for the load of `blocker`. The value only rises."""
 
     def wait_for(self, other: _AskingRequest, through: _State) -> bool:
         """Have this request wait until the state of `other` is beyond `through`. Return whether this request waits.
@@ -134,7 +134,8 @@ class PrefixQuestions:
     def ask_or_wait(self, request_id: str, num_computed_tokens: int) -> bool:
         """Return True if the request has to wait: for its turn to ask peers, or for their answer.
 
-        At its turn, make its question. The engine's own cache has `num_computed_tokens` of the prompt's tokens.
+        If it is the request's turn, make its question. The engine's own cache has the prompt's first
+        `num_computed_tokens` tokens.
         """
         request = self._requests.get(request_id)
         if request is None or request.state is not _State.NEW:
@@ -159,7 +160,7 @@ class PrefixQuestions:
     def _waits_behind_another(self, request: _AskingRequest, num_computed_tokens: int) -> bool:
         """Have `request` wait for another request with a prompt that begins alike, and return True.
 
-        Return False if no other request is worth waiting for, or if `request` has waited for one before.
+        Return False if no other request is worth waiting for, or if `request` may not wait a second time.
         """
         begun = self._active_by_first_key.get(request.keys[0], {}).values()
         if begun:
@@ -179,8 +180,8 @@ class PrefixQuestions:
     def note_answer(self, request_id: str, *, found: bool) -> bool:
         """Record that a request's question was answered. Return True if the request was still waiting for the answer.
 
-        `found`: a peer offers a prefix. If not, requests that wait for this one go on, and requests that would ask the
-        same peers for only a part of these keys do not ask.
+        `found`: a peer offers a prefix. If not, requests that wait for this request go on, and requests that would ask
+        the same peers for only a part of this request's keys do not ask.
         """
         request = self._requests.get(request_id)
         if request is None or request.state is not _State.ASKED:
@@ -195,7 +196,7 @@ class PrefixQuestions:
         return True
 
     def resume_waiters(self, request_id: str) -> None:
-        """Let requests that wait for this one go on, since its load has ended or it loads nothing."""
+        """Let requests that wait for this request go on, since its load has ended or the request loads nothing."""
         request = self._requests.get(request_id)
         if request is not None:
             request.state = _State.ENDED

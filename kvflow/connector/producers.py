@@ -199,8 +199,8 @@ class ProducingRequests:
     def _give_up(self, request: _Producer, *, flows: bool) -> None:
         """End a request without a ticket for the router.
 
-        `flows`: readers may be reading the prompt while it is computed. Then notify them, end the lease, and hold the
-        blocks until no read can succeed. Otherwise the blocks are free at once.
+        `flows`: readers may be reading the prompt while it is computed. If so, notify these readers, end the lease, and
+        hold the blocks until no read can succeed. Otherwise the blocks are free at once.
         """
         if flows:
             self._send(request)
@@ -211,9 +211,9 @@ class ProducingRequests:
             self._decline(request, "the request has ended before its prompt was computed")
 
     def _decline(self, request: _Producer, reason: str) -> None:
-        """If readers wait for the prompt of `request`, have the next step notify them that it will not come.
+        """If readers wait for the prompt of `request`, have the next step notify them that the prompt will not come.
 
-        Their error message has the `reason`.
+        The readers' error message contains the `reason`.
         """
         serve_id, request.serve_id = request.serve_id, None
         if serve_id is not None:
@@ -228,7 +228,7 @@ class ProducingRequests:
     def _recall(self, request: _Producer) -> None:
         """Have the next step end a growing lease.
 
-        The loads of its readers fail, even if the prompt is computed again.
+        Loads that read the lease's blocks fail, even if the prompt is computed again.
         """
         self._fire(request, "preempt")
         self._next_step.recall.append(request.request_id)
@@ -274,7 +274,7 @@ class ProducingRequests:
         """Have the next step open or extend a request's lease, because this step computes more of the request's tokens.
 
         `late`: the prompt was complete before this step. Then, in a cache with windows or recurrent state, no lease is
-        opened, since these may have advanced beyond the prompt.
+        opened, since windows and state may have advanced beyond the prompt.
         """
         computing = request.state is ProducerState.COMPUTING
         if self._introduction is None or not (computing or request.state is ProducerState.FLOWING):
@@ -292,8 +292,8 @@ class ProducingRequests:
     def _offer(self, request: _Producer, block_ids: GivenTables, name: str | None) -> None:
         """Have the next step open the lease of a request's prompt.
 
-        `name` is the lease's name if readers wait for it; they may read while the prompt is computed. None for a secret
-        name.
+        `name` is the name under which readers wait for the lease, which they may read while the prompt is computed. If
+        None, no reader waits, and the lease gets a secret name.
         """
         tokens, flows = self._config.offered_of(request.num_prompt_tokens), name is not None
         computed = min(request.num_computed_tokens, tokens)

@@ -128,8 +128,8 @@ class ConnectorScheduler:
     def add(self, request: EngineRequest, *, sharing: Sharing = Sharing.ALONE) -> None:
         """Add a request that has arrived. A request that neither loads nor offers a prompt changes nothing.
 
-        If the prompt has the ticket's tokens, but not its pictures, adapter or the like, nothing is raised here, but
-        `refusal` returns the error: the request must not be computed, and its load fails.
+        If the prompt has the ticket's tokens, but not the ticket's pictures, adapter or the like, nothing is raised
+        here, but `refusal` returns the error: the request must not be computed, and its load fails.
 
         Args:
             request: the request.
@@ -232,7 +232,7 @@ class ConnectorScheduler:
     def num_new_matched_tokens(self, request_id: str, num_computed_tokens: int) -> Matched:
         """Return how many tokens of a prompt can be loaded, beyond those that the engine's own cache has.
 
-        May be called any number of times for a request; peers are asked only once.
+        This may be called any number of times for a request; peers are asked only once.
 
         Args:
             request_id: the engine's id of the request.
@@ -241,7 +241,7 @@ class ConnectorScheduler:
         Returns:
             The number of tokens, and True if the load runs while the engine goes on with other steps. The number is
             None if the request has to wait for peers' answers or another request's load. It is 0 if nothing can be
-            loaded, or less than `SchedulingConfig.fetch_tokens_min`.
+            loaded, or fewer tokens than `SchedulingConfig.fetch_tokens_min`.
         """
         if self._questions.ask_or_wait(request_id, num_computed_tokens):
             return None, False
@@ -316,8 +316,9 @@ class ConnectorScheduler:
         Args:
             request_id: the engine's id of the request.
             completed: True if the request ended normally; False if it was aborted or has failed.
-            block_ids: ids of the blocks that the request still has. If given, the prompt is offered only if these
-                include all its blocks. Nor is it offered if a recurrent state has advanced beyond it.
+            block_ids: ids of the blocks that the request still has. If given, the prompt is offered only if they
+                include all blocks of the prompt. It is not offered either if a recurrent state has advanced beyond the
+                prompt.
 
         Returns:
             The parameters for the router, and `hold_blocks`: if True, the engine must not reuse the request's blocks

@@ -48,14 +48,15 @@ class Sharing(enum.Enum):
     SAMPLES = enum.auto()
     """Other samples of the same prompt may have the ticket, and may be added earlier or later."""
     SAMPLES_ELSEWHERE = enum.auto()
-    """As SAMPLES; but if no request of this engine has the ticket yet, another engine uses it, and the request is
-    refused."""
+    """Other samples of the same prompt may have the ticket, also on other engines. If no earlier request of this engine
+    has the ticket, the request is refused, because another engine is using the ticket."""
 
 
 class Finished(NamedTuple):
     """The connector's answer when the engine has ended a request.
 
-    `hold_blocks`: the engine must not reuse the request's blocks until the workers report it as sent or received.
+    `hold_blocks`: the engine must not reuse the request's blocks until the workers report the request as sent or
+    received.
     """
 
     hold_blocks: bool
@@ -66,7 +67,8 @@ class Finished(NamedTuple):
 class Receive(msgspec.Struct, frozen=True, kw_only=True):
     """Work for each worker: load the blocks that the tickets offer into a request's blocks.
 
-    The request waits until all workers have received it. If the load with one ticket fails, the next is tried.
+    The request waits until all workers have received the blocks. If the load with one ticket fails, the next ticket is
+    tried.
     """
 
     request_id: str
@@ -82,9 +84,9 @@ class Receive(msgspec.Struct, frozen=True, kw_only=True):
     marks: tuple[Mark, ...] = ()
     """Other input of `prompt`, for example pictures, with positions."""
     release_if_failed: bool = True
-    """True to release the tickets of a failed load. Those of an abandoned load are always released."""
+    """True to release the tickets of a failed load. The tickets of an abandoned load are always released."""
     shared: bool = False
-    """True if other requests may use the same tickets. Then the scheduler, not the load, releases them."""
+    """True if other requests may use the same tickets. Then the scheduler, not the load, releases the tickets."""
 
 
 class Save(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,7 +124,7 @@ class Grow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decline(msgspec.Struct, frozen=True, kw_only=True):
-    """Work for each worker: notify readers that wait for the lease named `serve_id` that it will not be opened."""
+    """Work for each worker: notify readers waiting for the lease named `serve_id` that the lease will not be opened."""
 
     serve_id: str
     reason: str
@@ -173,17 +175,17 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, kw_only=True):
-    """The connector's work in one engine step, in the order in which each worker begins it."""
+    """The connector's work in one engine step, for each worker."""
 
     reused: tuple[int, ...] = ()
     """Ids of blocks that held prompts' prefixes and that this step overwrites: peers must not read them any longer."""
 
     send: list[str] = []
-    """Ids of requests with tickets that the router gets now: `Save.ttl_s` begins to count, and the engine waits for the
-    end of the leases."""
+    """Ids of requests for which the router gets a ticket now: `Save.ttl_s` begins to count, and the engine waits for
+    the end of the lease."""
     keep: dict[str, tuple[Ticket, ...]] = {}
-    """By request id, the tickets of each new request that waits for blocks. Their leases are renewed until the request
-    is received or its tickets are released. All tickets of a request are for the same prompt."""
+    """By request id, the tickets of each new request that waits for blocks. The tickets' leases are renewed until the
+    request is received or the tickets are released. All tickets of a request are for the same prompt."""
     withdraw: list[str] = []
     """Ids of requests with leases that must end, because their blocks will be reused."""
     recall: list[str] = []
@@ -192,12 +194,13 @@ class Step(msgspec.Struct, kw_only=True):
     decline: list[Decline] = []
     receive: list[Receive] = []
     abandon: list[str] = []
-    """Ids of requests with loads to cancel. A worker reports each as received once no byte can land in its blocks."""
+    """Ids of requests with loads to cancel. A worker reports each request as received once no byte can land in its
+    blocks."""
     save: list[Save] = []
     grow: list[Grow] = []
     release: list[Release] = []
     cached_blocks: list[CachedBlocks] = []
     questions: list[Question] = []
     introduce: bool = False
-    """True if each worker has to send a new ticket that names its rank (`ConnectorWorker.introduction`), since its
-    cache may have been registered again."""
+    """True if each worker has to send a new ticket that names its rank (`ConnectorWorker.introduction`), since caches
+    may have been registered again."""

@@ -48,7 +48,7 @@ _PINNED_BLOCKS_MAX = 1 << 31  # no bound: a pinned prefix keeps no block from be
 
 
 class FailedLoad(NamedTuple):
-    """A load that has failed, with the error, or that was abandoned, with None.
+    """A load that has failed or was abandoned. If it was abandoned, `error` is None.
 
     No further byte can land in the blocks. Their contents are undefined.
     """
@@ -67,8 +67,8 @@ class Results:
     """Request id and outcome of each ended lease. `sent` has only requests for which the engine waits."""
     sent: set[str] = field(default_factory=set)
     found: dict[str, tuple[Ticket, ...]] = field(default_factory=dict)
-    """By request id, the tickets in the answers to its question: all for the same number of tokens, the best peer
-    first. Empty if no peer has a prefix that is worth a load."""
+    """By request id, the tickets in the answers to the request's question: all for the same number of tokens, the best
+    peer first. Empty if no peer has a prefix that is worth a load."""
     answers: list[PrefixOutcome] = field(default_factory=list)
     """Outcome of each question in `found`, in the same order."""
 
@@ -81,7 +81,7 @@ class Results:
     def refused(self) -> tuple[tuple[str, PromptMismatch], ...]:
         """Request id and error of each load that found a prompt with the same tokens but, for example, other pictures.
 
-        For `ConnectorScheduler.refuse`.
+        `ConnectorScheduler.refuse` takes this value.
         """
         errors = ((request_id, one.error) for request_id, one in self.failed.items())
         return tuple(
@@ -103,7 +103,7 @@ class _ReceivingRequest:
 
 @dataclass(slots=True, eq=False)
 class _SavedPrompt:
-    """A prompt that this rank offers. `sent` is True if the engine waits for the end of its lease."""
+    """A prompt that this rank offers. `sent` is True if the engine waits for the end of the prompt's lease."""
 
     save: Save
     restart_timer: asyncio.TimerHandle | None = None
@@ -221,7 +221,7 @@ class ConnectorWorker:
             self._counts_yielded = now
 
     def prepare(self, step: Step) -> None:
-        """Before a step computes, end all reads of blocks that the step will write, and ask its questions to peers.
+        """Before a step computes, end all reads of blocks that it will write, and send the step's questions to peers.
 
         Return at once, unless peers may be reading such blocks. Then wait until no read of them can succeed: for shared
         prefixes one turn of the runtime's loop, for a prompt that is read while it is computed (`Step.recall`) about
@@ -282,7 +282,7 @@ class ConnectorWorker:
     ) -> None:
         """Start all work of a step, in an order that is safe for work on the same blocks.
 
-        `collect` raises the error if this fails, which is a bug in kvflow.
+        If this fails, which is a bug in kvflow, `collect` raises the error.
         """
         try:
             self._start(runtime, step, ready, after)
@@ -342,8 +342,9 @@ class ConnectorWorker:
     ) -> None:
         """Load a request's blocks, and report the outcome once no further byte can land in these blocks.
 
-        Task `kvflow-receive <request>`: one for each load of a connector's worker. Ends once its blocks are safe. If it
-        fails, its request is reported as failed.
+        Task `kvflow-receive <request>`: one for each load of a connector's worker. It ends once no further byte can
+        land in the load's blocks. If the load fails, the request is reported as failed. If the task fails, `collect`
+        raises the task's error.
         """
         for lease in tuple(self._withdrawn):
             await lease  # this request may have the lease's blocks now; reads of them may go on until the lease ends
@@ -462,7 +463,7 @@ class ConnectorWorker:
                 del self._saved[request_id]
 
     async def _recall(self, step: Step, read: Sequence[PinnedPrefix]) -> None:
-        """End the leases of the requests in `step.recall`, and those of the prefixes `read`.
+        """End the leases of the requests in `step.recall`, and the leases of the pinned prefixes in `read`.
 
         Return once no read of their blocks can succeed.
         """
@@ -512,8 +513,9 @@ class ConnectorWorker:
 def _load_request(runtime: Runtime, receive: Receive, after: DeviceEvent | None) -> LoadRequest:
     """Return the `LoadRequest` for `receive`. The load writes no block before the device event `after`.
 
-    With a pending ticket, the deadline is the longest lifetime of a lease, since the prompt is still being computed. A
-    load in vain ends earlier: it has to begin within the ticket's `ttl_s`, and the producer reports failures.
+    With a pending ticket, the deadline is the longest lifetime of a lease, since the prompt is still being computed. If
+    the prompt never comes, the load ends earlier: it has to begin within the ticket's `ttl_s`, and the producer reports
+    failures.
     """
     config = runtime.config
     pending = any(ticket.awaited for ticket in receive.tickets)
@@ -542,9 +544,9 @@ async def _release_ticket(runtime: Runtime, ticket: Ticket) -> None:
 
 
 def _notify_declined(runtime: Runtime, declined: Decline) -> None:
-    """Notify the readers that wait for a prompt that it will not be offered here.
+    """Notify readers waiting for a prompt that the prompt will not be offered here.
 
-    If they wait at another engine, only the rank with `tp_rank` 0 and `pp_rank` 0 notifies it.
+    If the readers wait at another engine, only the rank with `tp_rank` 0 and `pp_rank` 0 notifies that engine.
     """
     if declined.waiting_at is not None and (runtime.config.tp_rank, runtime.config.pp_rank) != (0, 0):
         return

@@ -1,6 +1,6 @@
 """kvflow in replicas of Ray Serve; needs the extra `kvflow[ray]`.
 
-    replica       `ReplicaRuntime`: a runtime configured from its replica, which drains within its shutdown time
+    replica       `ReplicaRuntime`: a runtime configured from its replica, and drained in the replica's shutdown time
     lifetime      `Lifetime`: enters and leaves a context, such as a runtime, in one task
     ray_metrics   `RayMetrics`: records and statistics as `ray.serve.metrics`
     peers         `keep_prewarmed`: connects to a deployment's replicas before the first load from each

@@ -6,7 +6,7 @@
     app = build_pd_openai_app({"prefill_config": ..., "decode_config": ...})  # kv_connector: "KVFlowConnector"
 
 The backend's base class and registry are internals of ray 2.60, which only this module uses. If they differ in another
-Ray, it raises a ConfigError.
+version of Ray, `register` raises a ConfigError.
 """
 
 from __future__ import annotations

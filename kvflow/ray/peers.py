@@ -1,7 +1,7 @@
 """Keeps a runtime connected to the replicas of a Ray Serve deployment, as replicas start and stop.
 
-Loads work without this, since a ticket has its ranks' addresses. But it saves the first load from each replica a
-handshake.
+Loads work without this, since a ticket has the addresses of its ranks. But with open connections, the first load from
+each replica needs no handshake.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class ReplicaRuntime:
     Use it as `async with`; `runtime` is the `kvflow.Runtime`. The module docstring has an example.
 
     Args:
-        place: names and limits of the replica; None, only inside a replica, asks Serve for them.
+        place: names and limits of the replica. If None, Serve is asked for them, which works only inside a replica.
         drain_deadline_s: seconds that leases and loads may take to end when the replica stops; None for all that the
             deployment's `graceful_shutdown_timeout_s` leaves.
         observers: receive the records of ended loads and leases, as for Runtime.
@@ -232,7 +232,7 @@ class ReplicaRuntime:
     def check(self) -> None:
         """Raise RuntimeBroken if the runtime can no longer work, so that Serve replaces the replica.
 
-        For `check_health`.
+        Call this in the deployment's `check_health`.
 
         Raises:
             RuntimeBroken: a service of the runtime died, the runtime was closed although the replica goes on, or no new

@@ -21,7 +21,7 @@ _RankIndexes = tuple[int, int, int, int]
 class KVFlowBootstrapServer(CommonKVBootstrapServer):
     """SGLang's bootstrap server, which also stores the tickets with which kvflow reaches each prefill rank.
 
-    A rank has one ticket for each pool. They are stored by the rank's (DP, CP, TP, PP) indexes.
+    A rank has one ticket for each pool. The tickets are stored by the rank's (DP, CP, TP, PP) indexes.
     """
 
     def __init__(self, host: str, port: int) -> None:

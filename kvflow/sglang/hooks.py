@@ -48,7 +48,7 @@ def _hook(target: str, hook: Callable[..., Any]) -> None:
 def _after_prefill_add(manager_class: type[Any], result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
     """Pass the prompt tokens of `req`, which a prefill server has just added, to the request's sender.
 
-    A refused `req` has no sender: then notify the decode server.
+    If `req` was refused, it has no sender: then notify the decode server.
     """
     sender = req.disagg_kv_sender
     if isinstance(sender, KVFlowSender):

@@ -51,8 +51,8 @@ logger = logger_of(__name__)
 _SUPPORTED_MAX = {"attn_cp_size": 1, "pp_size": 1, "attn_dcp_size": 1, "enable_kv_cache_sharding": False}
 """Largest supported value of SGLang's settings for kinds of parallelism other than tensor and data parallelism."""
 _INCOMPATIBLE_S = 1.0
-"""Seconds for which requests to an incompatible prefill server fail at once. Then SGLang asks for its settings
-again."""
+"""Seconds for which requests to an incompatible prefill server fail at once. Then SGLang asks for that server's
+settings again."""
 _RANKS_MAX = 64
 _SERVERS_MAX = 256
 _LOOK_UP_TIMEOUT_S = 2.0
@@ -101,7 +101,7 @@ class KVFlowManager(CommonKVManager):
         self.aux = aux_buffers(args)
         self.aux_moves = self.aux.row_bytes > GIVEN_PAYLOAD_BYTES_MAX
         """True if SGLang's metadata of a request, for example with hidden states, is too large for the bytes that a
-        lease gives to its readers (`Lease.complete`). The metadata is then an item of the last pool."""
+        lease gives to its readers (`Lease.complete`). Then readers load the metadata from the last pool."""
         self.state_kinds = [kind.value for kind in args.state_types]
         self.secret = _broadcast(secrets.token_hex(16))
         self.serials = itertools.count()
@@ -165,7 +165,7 @@ class KVFlowManager(CommonKVManager):
         super()._register_topology_row(url, {**payload, INTRODUCTION: introduction})
 
     def items_of(self, pages: Any, state_indices: Any, aux_index: int, decode_prefix_len: int) -> list[Any]:
-        """Return the indexes of a request's items in each pool, in the order of `pools`; None for a pool without items.
+        """Return, for each of `pools` in order, the indexes of a request's items in that pool; None if it has none.
 
         `pages` are the pages of the KV pool, `state_indices` the indexes for each component of state, and `aux_index`
         the row of SGLang's metadata. The decode server already has the first `decode_prefix_len` tokens.
@@ -182,10 +182,10 @@ class KVFlowManager(CommonKVManager):
         return []
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Look up the parallelism of the prefill server at `bootstrap_addr`. Return whether it can be read from.
+        """Look up the parallelism of the prefill server at `bootstrap_addr`. Return True if the server can be read.
 
-        If the server is incompatible, fail the requests for it. SGLang's own method would raise in the scheduler's
-        loop, and so end the decode server.
+        If the server is incompatible, fail the requests that read from it. SGLang's own method would raise in the
+        scheduler's loop, and so end the decode server.
         """
         try:
             known: bool = super().try_ensure_parallel_info(bootstrap_addr)
@@ -215,8 +215,8 @@ class KVFlowManager(CommonKVManager):
     def notify_given_up(self, address: str, ranks: list[dict[str, Any]] | None, message: RoomMessage) -> None:
         """Notify prefill ranks that the decode server has given up the request in `message`. Skip unreachable ranks.
 
-        `address` is the prefill server's. `ranks` are its ranks, as its bootstrap server describes them; None to look
-        them up in the background.
+        `address` is the prefill server's address. `ranks` has the bootstrap server's description of each rank to
+        notify. If None, the ranks are looked up in the background.
         """
         if ranks is None:
             with contextlib.suppress(KVFlowError):
@@ -236,7 +236,7 @@ class KVFlowManager(CommonKVManager):
         self.notify_given_up(address, ranks, message)
 
     def incompatible_error(self, address: str) -> PeerIncompatible | None:
-        """Return the error for requests to the prefill server `address`, if found incompatible in the last second."""
+        """Return the error for requests to the prefill server at `address` if found incompatible in the last second."""
         reason, since_s = self._incompatible.get(address, ("", 0.0))
         return _incompatible_error(address, reason) if reason and time.monotonic() - since_s < _INCOMPATIBLE_S else None
 
@@ -269,7 +269,7 @@ class KVFlowManager(CommonKVManager):
     def refuse(self, room: int, reason: str) -> None:
         """Refuse a request of the prefill server for which SGLang created no sender.
 
-        The decode server is notified now, or when its message about the request arrives.
+        The decode server is notified now, or when that server's message about the request arrives.
         """
         with self._rooms_lock:
             answer = self._rooms.add_answer(int(room), time.monotonic())
@@ -296,7 +296,7 @@ class KVFlowManager(CommonKVManager):
     def refuse_answer(self, answer: Answer, reason: str) -> None:
         """Mark a request of the prefill server as refused for this `reason`: it will not be computed.
 
-        The decode server is notified now, or when its message about the request arrives.
+        The decode server is notified now, or when that server's message about the request arrives.
         """
         with self._rooms_lock:
             request = self._rooms.refuse(answer, reason, time.monotonic())
@@ -317,7 +317,7 @@ class KVFlowManager(CommonKVManager):
     def _receive_messages(self) -> None:
         """Handle messages of decode servers, as the body of a thread. Drop invalid messages: any process can send some.
 
-        Thread `kvflow-sglang-hear`: begun by SGLang's manager of a prefill rank. Ends at teardown, or with the
+        Thread `kvflow-sglang-hear`: begun by SGLang's manager of a prefill rank. It ends at teardown, or with the
         process. If it dies, messages of decode servers are lost, and their requests end by SGLang's timeouts.
         """
         while True:
@@ -365,10 +365,10 @@ async def _look_up_ranks(address: str) -> list[dict[str, Any]]:
 
 
 class _Pool:
-    """One of a rank's memory pools, and the kvflow runtime that transfers items of the pool.
+    """One of a rank's memory pools, and the kvflow runtime that transfers the pool's pages or other items.
 
     If servers may have different tensor-parallel sizes for this pool (`Buffers.cut`), all ranks of a server form one
-    kvflow engine. Otherwise each rank is an engine, from which whole items are read.
+    kvflow engine. Otherwise each rank is an engine of its own, and readers read whole items from it.
     """
 
     def __init__(self, buffers: Buffers, model_heads: int, producer: bool, secret: str) -> None:

@@ -41,21 +41,21 @@ class Buffers:
     format: str
     """Text for the dtype and layout of the pool, the same on prefill and decode servers."""
     tokens: int = 1
-    """Number of tokens in an item; 1 if an item does not consist of tokens."""
+    """Number of tokens in a page of the pool; 1 if the pool does not consist of pages of tokens."""
     heads: int = 0
-    """Number of KV heads in an item of one rank; 0 if other ranks cannot read single heads."""
+    """Number of KV heads that one rank has in a page; 0 if other ranks cannot read single heads."""
     cut: bool = False
-    """True if the two servers may have different tensor-parallel sizes: a rank can read some heads of an item, or the
-    items are latents, which all ranks have."""
+    """True if the two servers may have different tensor-parallel sizes: a rank can read single heads of a page, or
+    pages hold latents, which all ranks have."""
     replicated: bool = False
-    """True if all ranks have equal items, which are read whole from any rank. If both `cut` and `replicated` are False,
-    only a server with the same tensor-parallel size can read the ranks' items."""
+    """True if all ranks have the same contents, which are read whole from any rank. If both `cut` and `replicated` are
+    False, only a server with the same tensor-parallel size can read the pool."""
     host: bool = False
     """True if the pool is in host memory, whatever the other pools are in."""
 
     @property
     def rank_private(self) -> bool:
-        """True if ranks have different items, which only a server with the same tensor-parallel size can read."""
+        """True if ranks have different contents, which only a server with the same tensor-parallel size can read."""
         return not (self.cut or self.replicated)
 
     @property
@@ -63,7 +63,7 @@ class Buffers:
         return sum(self.item_sizes)
 
     def read_row(self, row: int) -> bytes:
-        """Return the bytes of item `row` of each buffer, concatenated in the order of the buffers.
+        """Return the bytes at index `row` of each buffer, concatenated in the order of the buffers.
 
         Only for a pool in host memory.
         """
@@ -71,9 +71,9 @@ class Buffers:
         return b"".join(ctypes.string_at(pointer + row * size, size) for pointer, size in places)
 
     def write_row(self, row: int, data: bytes) -> None:
-        """Write `data`, which another rank's `read_row` has returned, to item `row` of each buffer.
+        """Write `data`, which another rank's `read_row` has returned, at index `row` of each buffer.
 
-        Only for a pool in host memory. ConfigError if `data` does not have the size of these items.
+        Only for a pool in host memory. ConfigError if the size of `data` is not `row_bytes`.
         """
         if len(data) != self.row_bytes:
             raise ConfigError(f"metadata of a request: ours {counted(self.row_bytes, 'byte')}, theirs {len(data)}")
@@ -83,9 +83,10 @@ class Buffers:
             start += size
 
     def group(self, device: str) -> CacheGroup:
-        """Return the pool as a CacheGroup that kvflow can register; `device` is where the pool's memory is.
+        """Return the pool as a CacheGroup that kvflow can register; `device` is the device of the pool's memory.
 
-        A buffer is a layer, and an item a block. The group has as many blocks as the shortest buffer has items.
+        Each buffer is a layer, and each item of a buffer is a block. If buffers differ in length, the shortest sets the
+        number of blocks.
         """
         items = min((size // item for size, item in zip(self.sizes, self.item_sizes, strict=True)), default=0)
         layers = {}
@@ -116,7 +117,7 @@ class Buffers:
 def kv_buffers(args: Any, *, heads: int) -> Buffers:
     """Return SGLang's KV pool, which `args` describe. `heads` is the number of KV heads of one rank, 0 for latents.
 
-    A page of latents that cannot be divided by its tokens is an item without tokens.
+    If the bytes of a page of latents are no multiple of the page's tokens, the result's `tokens` is 1.
     """
     count = len(args.kv_data_ptrs)
     by_token = heads or not any(size % args.page_size for size in args.kv_item_lens)
@@ -134,10 +135,10 @@ def kv_buffers(args: Any, *, heads: int) -> Buffers:
 
 
 def state_buffers(args: Any, *, heads: int) -> list[Buffers]:
-    """Return a pool for each component of state in `args`, in SGLang's order: windows, recurrent state, indexes.
+    """Return a pool for each component of state in `args` (windows, recurrent state, indexes), in SGLang's order.
 
-    `heads` is the number of KV heads of one rank, 0 for latents. If the KV pool is divided by heads, so are windows.
-    Layers without state, which SGLang lists with items of 0 bytes, are left out.
+    `heads` is the number of KV heads of one rank, 0 for latents. Sliding windows are divided by heads if SGLang's
+    layout allows that. Layers without state, which SGLang lists with items of 0 bytes, are left out.
     """
     found = []
     for at, kind in enumerate(args.state_types):
@@ -165,10 +166,10 @@ def state_buffers(args: Any, *, heads: int) -> list[Buffers]:
 def transferred_items(kind: str, indices: Any, prefix_pages: int) -> list[int] | None:
     """Return the indexes of those items of a state component that are transferred for a request.
 
-    `kind` is SGLang's name for the component. `indices` are SGLang's indexes, or None if the request has no items
-    there; then return None. If the component has an item for each page, the first `prefix_pages` are left out, since
-    the decode server has them and may use them. For a DSA tail, `indices` are the item's index and its used part; the
-    whole item is transferred.
+    `kind` is SGLang's name for the component. `indices` are SGLang's indexes of the request's items in the component;
+    if they are None, return None. If the component has an item for each page, the first `prefix_pages` are left out,
+    since the decode server has them and may use them. For a DSA tail, `indices` are the item's index and its used part;
+    the whole item is transferred.
     """
     if indices is None:
         return None
@@ -177,9 +178,10 @@ def transferred_items(kind: str, indices: Any, prefix_pages: int) -> list[int] |
 
 
 def aux_buffers(args: Any) -> Buffers:
-    """Return SGLang's metadata buffers as a pool in host memory, in which each request has one item, its row.
+    """Return SGLang's metadata buffers as a pool in host memory, with one row for each request.
 
-    A row goes to readers as the payload of a lease (`Lease.complete`), or if it is too large, as an item of this pool.
+    Readers get a row as the payload of a lease (`Lease.complete`). If rows are too large for that, readers load them
+    from this pool.
     """
     return Buffers(
         name="aux",
@@ -194,11 +196,11 @@ def aux_buffers(args: Any) -> Buffers:
 
 
 def _numbers(layer_ids: Sequence[int], count: int, drafts: int, *, parts: int) -> list[int]:
-    """Return a number for each of `count` buffers, made from its layer and its place among the layer's `parts` buffers.
+    """Return a number for each of `count` buffers, made from its layer and its index among that layer's buffers.
 
-    `parts` is 2 for K and V. `layer_ids` has the layer of each buffer; if it is empty, the buffers are K of all layers,
-    then V of all layers. The last `drafts` buffers belong to a draft model and have a separate range of numbers, since
-    the other server may have no draft model.
+    `parts` is the number of buffers of a layer: 2 for K and V, else 1. `layer_ids` has the layer of each buffer; if it
+    is empty, the buffers are K of all layers, then V of all layers. The last `drafts` buffers belong to a draft model
+    and have a separate range of numbers, since the other server may have no draft model.
     """
     if layer_ids:
         seen: dict[int, int] = {}

@@ -113,7 +113,8 @@ class KVFlowReceiver(CommonKVReceiver):
         """Send the prefill ranks a message about the request, and start the request's loads.
 
         SGLang calls this when it knows the pages to load into: `kv_indices` in the KV pool, `state_indices` in each
-        component of state, `aux_index` in the metadata. The server already has the first `decode_prefix_len` tokens.
+        component of state, `aux_index` in the metadata. This decode server already has the first `decode_prefix_len`
+        tokens.
         """
         self._aux_index = aux_index or 0
         if self.conclude_state is not None:
@@ -166,7 +167,7 @@ class KVFlowReceiver(CommonKVReceiver):
 
     @property
     def _digest(self) -> str:
-        """Digest of the prompt's token ids, which the prefill server compares; "" if they are not known."""
+        """Digest of the prompt's token ids, for comparison by the prefill server; "" if the ids are not known."""
         return "" if self.prompt is None else prompt_digest(self._name, self.prompt)
 
     @property
@@ -211,8 +212,8 @@ class KVFlowReceiver(CommonKVReceiver):
     def _notify_prefill(self, error: BaseException) -> None:
         """Notify the prefill server that this server has given up the request.
 
-        After a PeerError, the prefill server may be gone or restarted: forget it, so that the next request looks it up
-        again.
+        If `error` is a PeerError, the prefill server may be gone or restarted: forget that server, so that the next
+        request looks it up again.
         """
         self.ensure_abort_notified()
         if isinstance(error, PeerError):
@@ -220,7 +221,10 @@ class KVFlowReceiver(CommonKVReceiver):
             self.kv_mgr.prefill_info_table.pop(self.bootstrap_addr, None)
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
-        """Notify the prefill ranks once that this server has given up the request, and why. Skip unreachable ranks."""
+        """Notify the prefill ranks that this server has given up the request, and why. Skip unreachable ranks.
+
+        A second call does nothing.
+        """
         if self.abort_notified:
             return
         self.abort_notified = True
@@ -233,7 +237,7 @@ class KVFlowReceiver(CommonKVReceiver):
     def abort(self) -> None:
         """Abort the request and cancel its loads.
 
-        It has no final state until the loads have ended, so SGLang keeps its pages.
+        The request has no final state until its loads have ended. Until then SGLang keeps the request's pages.
         """
         if (
             self.conclude_state is None

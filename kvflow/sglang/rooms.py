@@ -58,7 +58,7 @@ def room_problem(room: int) -> str:
 
 
 class RoomMessage(msgspec.Struct, frozen=True):
-    """A decode rank's message to a prefill rank: it waits for the lease of a request, or has given up the request."""
+    """A decode rank's message to a prefill rank: that rank waits for a request's lease, or has given up the request."""
 
     room: Annotated[int, Meta(ge=1, le=ROOM_MAX)]
     name: Annotated[str, Meta(min_length=1, max_length=256)]
@@ -70,9 +70,9 @@ class RoomMessage(msgspec.Struct, frozen=True):
     decode_prefix_len: Annotated[int, Meta(ge=0)] = 0
     """Number of tokens at the beginning of the prompt that the decode server already has."""
     is_dummy: bool = False
-    """True if the decode rank reads the pools with `Buffers.cut` False from another prefill rank."""
+    """True if the decode rank reads the pools with `Buffers.cut` False not from this prefill rank, but from another."""
     prompt: Annotated[str, Meta(max_length=64)] = ""
-    """Digest of the prompt's token ids, salted with `name`; "" if the decode rank does not know them."""
+    """Digest of the prompt's token ids, salted with `name`; "" if the decode rank does not know the ids."""
     prompt_tokens: Annotated[int, Meta(ge=0)] = 0
     given_up: str = ""
     """Why the decode server has given up the request; "" if it has not."""
@@ -83,7 +83,7 @@ class RoomMessage(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class RoomRequest:
-    """One request of a decode server, from the messages of the decode ranks so far."""
+    """One request of a decode server, with the decode ranks' messages about the request so far."""
 
     room: int
     name: str
@@ -115,7 +115,7 @@ class RoomRequest:
 class Answer:
     """One request of the prefill server.
 
-    `request` is the paired request of the decode server; None until its message has arrived.
+    `request` is the request of the decode server that this one is paired with; None until a message about it arrives.
     """
 
     room: int
@@ -145,11 +145,11 @@ class Rooms:
         """`RoomMessage.name` of the latest ended requests, so that late messages about them are ignored."""
 
     def handle(self, message: RoomMessage, now_s: float) -> tuple[RoomRequest, str] | None:
-        """Add a decode rank's message to the request that it names.
+        """Add a decode rank's message to the request that the message names.
 
         The first message adds the request, and pairs it with the prefill server's first unpaired request in the room,
-        if any. If the latter was refused before, return the added request and the reason: the caller has to decline it
-        now. Otherwise return None.
+        if any. If that request was refused before, return the added request and the reason: the caller has to decline
+        the added request now. Otherwise return None.
         """
         if message.name in self._ended_names:
             return None
@@ -178,7 +178,7 @@ class Rooms:
     def add_answer(self, room: int, now_s: float) -> Answer:
         """Add a request of the prefill server to `room`, and return it.
 
-        It is paired with the decode servers' first unpaired request in the room, or waits in the room's queue.
+        The request is paired with the decode servers' first unpaired request in the room, or waits in the room's queue.
         """
         self._forget_leftovers(room, now_s)
         answer = Answer(room, now_s)
@@ -210,7 +210,7 @@ class Rooms:
     def close(self, answer: Answer, now_s: float) -> None:
         """Forget an ended request of the prefill server.
 
-        If it is unpaired, mark it as refused and keep it for a while, for a decode server's late message.
+        If the request is unpaired, mark it as refused and keep it for a while, for a decode server's late message.
         """
         if answer.request is None:
             self.refuse(answer, "the prefill server has ended the request", now_s)
@@ -220,8 +220,8 @@ class Rooms:
     def pop_expired(self, now_s: float) -> list[RoomRequest]:
         """Forget decode servers' requests that have waited longer than `patience_s` to be paired, and return them.
 
-        Of more than `REQUESTS_MAX` waiting requests, forget the oldest, too. The caller has to decline the returned
-        requests; those that were given up are left out.
+        If more than `REQUESTS_MAX` requests wait, forget the oldest, too. The caller has to decline the returned
+        requests, which do not include requests that were given up.
         """
         gone = []
         while self._waiting_by_name:

@@ -2,7 +2,7 @@
 
 SGLang's scheduler thread makes all calls. `poll` returns Success or Failed only after the leases have ended; then
 SGLang may reuse the request's pages. After an `abort` in the middle of a prefill, SGLang frees the pages at once, but
-no load can succeed: each waits for the lease's payload (`Lease.complete`).
+no load can succeed, since each load waits for the lease's payload (`Lease.complete`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class KVFlowSender(CommonKVSender):
             self._fail(problem)
 
     def pop_decode_prefix_len(self) -> int:
-        """Return how many prompt tokens the decode server already has; 0 before its message arrives."""
+        """Return how many prompt tokens the decode server already has; 0 before that server's message arrives."""
         message = self._first_message()
         return 0 if message is None else message.decode_prefix_len
 
@@ -185,7 +185,7 @@ class KVFlowSender(CommonKVSender):
     def abort(self) -> None:
         """Abort the request and fail its leases, which notifies the readers.
 
-        It has no final state until the leases have ended, so SGLang keeps its pages.
+        The request has no final state until its leases have ended. Until then SGLang keeps the request's pages.
         """
         super().abort()
         self._give_up("the prefill server has aborted the request")
@@ -193,7 +193,7 @@ class KVFlowSender(CommonKVSender):
             self.conclude_state = None
 
     def _give_up(self, reason: str) -> None:
-        """Fail all leases of the request, and give readers the `reason`. If it has no leases yet, refuse the request.
+        """Fail all leases of the request, and send readers the `reason`. Without leases, refuse the request.
 
         A second call does nothing.
         """

@@ -47,7 +47,8 @@ class Terms:
     router_s: Seconds = 5.0
     """Seconds, at most, from the end of a prefill request until its parameters reach this engine."""
     settle_s: Seconds = 10.0
-    """Seconds after the arrival of a request's parameters here, when the producer's worker surely knows the request."""
+    """Seconds after which the producer's worker surely knows a request, counted from the arrival of its parameters
+    here."""
     allowance_s: Seconds = 1.0
     """Seconds that a notification takes to reach a producer, at most."""
 
@@ -71,7 +72,7 @@ class Terms:
 class DeadlineProof:
     """Proof, by computed times, that a stock rank still held a request's blocks while they were read.
 
-    A load has it in place of the `SealProof` for kvflow's own producers.
+    A load from stock ranks has this proof in place of `SealProof`, which is for kvflow's own producers.
     """
 
     kind = "deadline"
@@ -109,7 +110,7 @@ class DeadlineProof:
     def note_heartbeat(self) -> None:
         """Record that a heartbeat for the request is being sent to the stock rank now.
 
-        It does not count before the rank surely knows the request.
+        A heartbeat does not count before the rank surely knows the request.
         """
         now_s = self._now_s()
         if now_s >= self._known_from_s:
@@ -118,7 +119,7 @@ class DeadlineProof:
     def held_until_s(self) -> float:
         """Return the time until which the producer surely holds the blocks.
 
-        Heartbeats that have surely arrived by now extend it.
+        Heartbeats that have surely arrived by now extend that time.
         """
         now_s, terms = self._now_s(), self._terms
         if self._unsent() != self._unsent_before:  # one of the unsent messages may be a heartbeat of this request

@@ -24,7 +24,7 @@ _EQUAL_FIELDS = ("num_blocks", "block_size", "block_lens", "kv_cache_layout", "r
 
 
 class _Card(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of a rank's card: its metadata for stock readers, with its engine's name and its index."""
+    """Content of a rank's card: engine id, the rank's index, the number of ranks, metadata for stock readers."""
 
     engine_id: str
     tp_rank: int
@@ -71,7 +71,7 @@ class EngineRanks:
             cards: the `card` of every rank, in any order.
 
         Raises:
-            RequestError: these are not the cards of all ranks of this engine since their last registration, or the
+            RequestError: a rank's card is missing, is from another engine or from an earlier registration, or the
                 ranks' caches differ.
             UsageError: no cache is registered, or stock readers are not served.
         """

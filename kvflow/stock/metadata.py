@@ -1,6 +1,6 @@
 """Asks a stock engine's listener for the metadata of a rank.
 
-The listener is a thread of the engine's scheduler, which any other message ends for good. So this module can send
+The listener is a thread of the engine's scheduler. Any other message ends that thread for good, so this module can send
 nothing else, and gives every question its own socket.
 """
 
@@ -44,7 +44,7 @@ async def ask_rank(
         bytes_max: largest size of an answer.
 
     Returns:
-        The engine's compatibility hash, the rank's metadata, and the names of all its fields.
+        The engine's compatibility hash, the rank's metadata, and the names of all fields in that metadata.
 
     Raises:
         PeerUnreachable: no answer came within `timeout_s`, or the address cannot be reached.

@@ -70,7 +70,7 @@ class OurRegion(NamedTuple):
     layer: int
     """Number of the region's first layer, which gives the region its name."""
     set_and_index: tuple[int, int]
-    """The first layer's place: index of its set in `OurCache.layer_sets`, and its index in that set."""
+    """Index, in `OurCache.layer_sets`, of the set with the region's first layer, and the layer's index in that set."""
     group: int
     """Index of the group of all layers in the region; SEVERAL_GROUPS if their groups differ."""
 
@@ -183,8 +183,8 @@ def metadata_of(at: Address, stock: StockMetadata, agent: str, ours: OurCache, *
 def check_tp_size(at: Address, share: CacheShare, ours: OurCache, known: Collection[int]) -> None:
     """Raise PeerIncompatible unless it is proven or configured that the stock engine has `share.tp_size` ranks.
 
-    `share` describes the stock rank at `at`. Its number of heads proves the number of ranks, unless several ranks have
-    copies of the same head. `known` are the configured numbers of ranks.
+    `share` describes the stock rank at `at`. The rank's number of heads proves the number of ranks, unless several
+    ranks have copies of the same head. `known` are the configured numbers of ranks.
     """
     kv_heads, tp_size, model = share.kv_heads, share.tp_size, ours.layer_sets[0].model_kv_heads
     if tp_size == 1 or tp_size in known:
@@ -258,8 +258,8 @@ def _listed(numbers: Collection[int]) -> str:
 def _kv_heads(at: Address, stock: StockMetadata, ours: OurLayers, places: Sequence[int]) -> int:
     """Return the number of KV heads that a stock rank has for the layers `ours`.
 
-    It follows from the bytes of a block in the stock rank's regions with the indexes `places`. PeerIncompatible if
-    these blocks differ in size, or do not hold a whole number of heads.
+    The number follows from the bytes of a block in the stock rank's regions with the indexes `places`. PeerIncompatible
+    if these blocks differ in size, or do not hold a whole number of heads.
     """
     sizes = {stock.block_lens[place] for place in places}
     if len(sizes) > 1:

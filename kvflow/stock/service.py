@@ -97,7 +97,8 @@ class StockService:
     def _renew(self, request_ids: tuple[str, ...]) -> None:
         """Renew the leases of the requests that a stock reader's heartbeat names.
 
-        If any of these have no lease, count one late notification in all, since a heartbeat may name thousands.
+        If some of these requests have no lease, count one late notification for all, since a heartbeat may name
+        thousands.
         """
         leased = {self._leases.lease_id_of(request_id) or _UNKNOWN_LEASE_ID for request_id in request_ids}
         for lease_id in leased:
@@ -106,7 +107,7 @@ class StockService:
     def _count_read_report(self, request_id: str, readers: int) -> None:
         """Count a stock reader's report that it has read a request. `readers` such reports are expected.
 
-        Pass it on to the request's lease. Reports do not name their readers, so only their number is known.
+        Pass the report on to the request's lease. Reports do not name their readers, so the reports are only counted.
         """
         lease_id = self._leases.lease_id_of(request_id)
         if lease_id is None:
@@ -125,7 +126,7 @@ class StockService:
         self._leases.on_notification(codec.encode(message))
 
     def _note_late_read(self, request_id: str) -> None:
-        """Count a stock reader's report that it has read a request that has no lease now. Log at most one a second.
+        """Count a stock reader's report of a read, for a request that has no lease now. Log at most one a second.
 
         The reader may have read another prompt's blocks, since it checks nothing, or it may have given up the request
         unread.
@@ -152,7 +153,7 @@ class StockService:
 def metadata_for_readers(ours: OurCache, metadata: messages.Metadata, stock: StockPeers) -> StockMetadata:
     """Return this rank's `metadata` in the form that stock readers expect.
 
-    ConfigError if they cannot read the cache `ours`.
+    ConfigError if stock readers cannot read the cache `ours`.
     """
     for one in ours.layer_sets:
         if one.regions.parts not in (("KV",), ("latent",)):

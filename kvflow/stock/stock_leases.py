@@ -51,9 +51,10 @@ def arrival() -> Arrival:
 
 class StockConnection(Connection):
     reporters: int
-    """Number of readers that this reader states in notifications that a request was read.
+    """Number of readers, as stated in this reader's notifications that a request was read.
 
-    The stock rank frees the request's blocks after that number of notifications."""
+    The stock rank frees the request's blocks after that number of notifications.
+    """
     alive_s: float
     """Time, on the runtime's clock, at which the rank was last known to be alive."""
     stock_metadata: messages.Metadata
@@ -61,9 +62,9 @@ class StockConnection(Connection):
 
 
 class StockLeases:
-    """The latest requests that this rank reads, or has read, from stock producers.
+    """The latest requests that this rank reads, or has read, from stock producers; sends the producers notifications.
 
-    Also sends the producers their notifications: implements `runtime.peers.peer.LeaseNotifier`.
+    Implements `runtime.peers.peer.LeaseNotifier`.
     """
 
     def __init__(self, cache: RegisteredCache, terms: Terms) -> None:
@@ -111,9 +112,9 @@ class StockLeases:
         return proofs[peer.rank]
 
     def notify_needed(self, sources: Sequence[Source]) -> int:
-        """Send a heartbeat for the requests of `sources`, all from one rank, to that rank. Return their number.
+        """Send a heartbeat for the requests of `sources` to their producer rank. Return the number of requests.
 
-        Implements `LeaseNotifier.notify_needed`.
+        All `sources` are from one rank. Implements `LeaseNotifier.notify_needed`.
         """
         proofs = {proof.request_id: proof for proof in map(_proof, sources)}
         for proof in proofs.values():

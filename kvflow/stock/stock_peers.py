@@ -34,7 +34,7 @@ class StockPeers(StockPart):
 
     The exchange is as safe as between two stock engines: neither side proves its identity, and a read from a stock
     engine succeeds by computed times (`Terms`), not by a seal. Loads from kvflow's own engines keep all their promises.
-    ConfigError names the wrong field.
+    A ConfigError names the wrong field.
     """
 
     name = "stock"
@@ -89,7 +89,7 @@ class StockPeers(StockPart):
 
         Raises:
             ConfigError: stock readers cannot be served: they cannot read this cache, CURVE is on, which they do not
-                have, or the engine has several ranks and `ranks` is None.
+                support, or the engine has several ranks and `ranks` is None.
         """
         config = cache.config
         if not self.serve_version:

@@ -37,8 +37,8 @@ class StockResolver:
     def read_ticket(self, ticket: Ticket | Mapping[str, Any]) -> Ticket:
         """Return the checked Ticket or StockTicket for `ticket`, a ticket or `kv_transfer_params`.
 
-        RequestError if it is not valid. A StockTicket is made again from its parameters, since any caller may have made
-        it.
+        RequestError if `ticket` is not valid. A StockTicket is made again from its parameters, since any caller may
+        have made it.
         """
         lease_s, most = self._leases.terms.lease_s, self._block_ids_max
         if not isinstance(ticket, StockTicket):
@@ -58,9 +58,9 @@ class StockResolver:
     async def resolve(self, ticket: Ticket, on_source: Callable[[Source], None]) -> list[Source]:
         """Connect to the ranks that a load with `ticket` reads from or notifies, and return a Source for each.
 
-        A Source has the connection to a rank, its lease and the lease's proof. Call `on_source` with each as soon as
-        its rank is connected. Raises the errors of `TicketResolver.resolve`, and LeaseExpired if this rank has already
-        read the ticket's stock request.
+        A Source has a rank's connection and lease, and the lease's proof. Call `on_source` with each Source as soon as
+        its rank is connected. This raises the errors of `TicketResolver.resolve`, and LeaseExpired if this rank has
+        already read the ticket's stock request.
         """
         if not isinstance(ticket, StockTicket):
             return await self._own.resolve(ticket, on_source)

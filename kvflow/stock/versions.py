@@ -80,7 +80,8 @@ def line_of(version: str, error: ErrorKind = RequestError) -> ReleaseLine:
 def line_of_params(params: Collection[str]) -> ReleaseLine:
     """Return the oldest release line that makes `kv_transfer_params` with the keys `params`.
 
-    RequestError if only lines before `LINES` make them: their listeners would crash on kvflow's question.
+    RequestError if only lines older than `LINES` make such parameters: those lines' listeners would crash on kvflow's
+    question.
     """
     if "remote_blocks_expiry_time" not in params:
         what = "parameters without 'remote_blocks_expiry_time' are from vLLM before 0.26"
@@ -91,7 +92,7 @@ def line_of_params(params: Collection[str]) -> ReleaseLine:
 
 
 def line_of_metadata(metadata: Collection[str]) -> ReleaseLine:
-    """Return the oldest release line with ranks that send metadata with the fields named in `metadata`."""
+    """Return the oldest release line that sends rank metadata with the field names `metadata`."""
     return _line_with_fields(lambda line: line.metadata, metadata)
 
 

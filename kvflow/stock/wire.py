@@ -39,7 +39,7 @@ _Many = Meta(max_length=REGIONS_MAX)
 class StockMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """A stock rank's metadata: the fields of vLLM's NixlAgentMetadata in all supported release lines.
 
-    A field that the rank's line does not send has its default.
+    A field that the rank's release line does not send has its default value.
     """
 
     engine_id: Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
@@ -65,7 +65,7 @@ class StockMetadata(msgspec.Struct, frozen=True, kw_only=True):
     ple_block_len: Size | None = None
     region_members: Annotated[list[msgspec.Raw], _Many] = []
     """For each region, the names of its layers, as an encoded list; sent since vLLM 0.31. kvflow reads only caches with
-    one name for each region, so it decodes neither these lists nor `packed_member_layouts`."""
+    one layer name for each region, so it decodes neither these lists nor `packed_member_layouts`."""
     packed_member_layouts: Annotated[dict[Name, msgspec.Raw], _Many] = {}
 
     @property
@@ -127,7 +127,7 @@ def encode_answer(compatibility_hash: str, metadata: bytes, clock_s: float) -> l
 
 
 def decode_answer(frames: list[bytes], bytes_max: int = METADATA_BYTES_MAX) -> StockAnswer:
-    """Decode the frames of a stock listener's answer. WireError if they are not valid, or larger than `bytes_max`."""
+    """Decode the frames of a stock listener's answer. WireError if they are invalid, or larger than `bytes_max`."""
     if len(frames) != 2:
         raise WireError(f"{counted(len(frames), 'frame')}, a stock listener (vLLM 0.26 and later) answers with 2")
     if len(frames[0]) > bytes_max or len(frames[1]) > QUESTION_BYTES_MAX:

@@ -90,7 +90,7 @@ class KVFlowMetadata(KVConnectorMetadata):
     step: Step
     cards: tuple[bytes, ...] = ()
     """For stock readers: all workers' encoded metadata (`EngineRanks.card`), since a stock reader may ask any worker
-    about all workers. Empty if the workers have it already."""
+    about all workers. Empty if the workers have the metadata already."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,8 @@ class KVFlowWorkerReport(KVConnectorWorkerMetadata):
     introductions: tuple[KVFlowIntroduction, ...] = ()
     """New introductions of workers that have registered their caches again, for example after a sleep."""
     found: Mapping[str, tuple[Ticket, ...]] = field(default_factory=dict)
-    """By id of each request that waits for peers' answers: the tickets to load a prefix of its prompt with."""
+    """By request id, for requests that wait for peers' answers: the tickets with which to load a prefix of the prompt.
+    """
     refused: tuple[tuple[str, PromptMismatch], ...] = ()
     """Ids and errors of requests that must fail, since their load found the same tokens, but other pictures, another
     adapter or another cache salt."""
@@ -378,8 +379,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool:
         """End all leases, because the blocks' contents are no longer valid, for example after new weights. Return True.
 
-        vLLM also calls this before its workers sleep, and gives no other sign of that. So if sleep mode is enabled,
-        forget the ranks of the workers, which will register their caches again.
+        vLLM also calls this before its workers sleep, and gives the scheduler no other notice of the sleep. So if sleep
+        mode is enabled, forget the ranks of the workers, which will register their caches again.
         """
         self._scheduler.withdraw_all()
         if self._vllm_config.model_config.enable_sleep_mode and _NOTIFIES_OF_SLEEP:

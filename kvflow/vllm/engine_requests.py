@@ -46,8 +46,8 @@ def sharing_of(request_id: str, *, spread: bool) -> Sharing:
     """Return whether other requests may have the same ticket as the request `request_id`, by the form of that id.
 
     vLLM turns n samples of a prompt into requests "0_ID" to "n-1_ID" with the same ticket. `spread`: the samples may be
-    on several engines; then only the engine with sample 0 uses the ticket. An ordinary request with such an id only has
-    its producer notified one step later.
+    on several engines; then only the engine with sample 0 uses the ticket. If an ordinary request has such an id, its
+    producer is notified one step later, which is the only effect.
     """
     sample = _SAMPLE.match(request_id)
     if sample is None:
@@ -69,7 +69,7 @@ def engine_request_of(request: Request, *, picture_ids_from_content: bool) -> En
 def tokens_of(request: Request, num_tokens: int, *, picture_ids_from_content: bool) -> Sequence[int] | None:
     """Return the first `num_tokens` token ids of a request's prompt and answer, marked with vLLM's further keys.
 
-    These are for adapter, cache salt, pictures and embeddings. Return None if the request has pictures, and
+    The keys are for adapter, cache salt, pictures and embeddings. Return None if the request has pictures, and
     `picture_ids_from_content` is False: then vLLM's identifiers do not depend on the pictures' content.
     """
     if request.mm_features and not picture_ids_from_content:

@@ -50,14 +50,14 @@ class StockExtra(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Tensor-parallel sizes of the stock engines. Needed if ranks have copies of the same heads (MLA, or more ranks
     than heads)."""
     lease_s: float = 30.0
-    """The stock producers' `kv_lease_duration`, in seconds. With a larger value here, a load may succeed with wrong
-    contents."""
+    """The stock producers' `kv_lease_duration`, in seconds. If the value here is larger than theirs, a load may succeed
+    with wrong contents."""
     router_s: float = 5.0
-    """Seconds from the end of a prefill until the decode engine has the parameters from the router, at most."""
+    """Maximum seconds from the end of a prefill until the decode engine has the parameters from the router."""
 
 
 class EventsExtra(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An item of the list `prefix_events`, with the fields of `kvflow.prefix.kv_events.EventSource`."""
+    """One source in the list `prefix_events`, with the fields of `kvflow.prefix.kv_events.EventSource`."""
 
     holder: str
     endpoint: str
@@ -85,8 +85,8 @@ class Extra(msgspec.Struct, frozen=True, kw_only=True):
     """Addresses, one for each engine, to ask for prefixes of prompts without tickets. (): ask only peers that the
     router names. None: ask no peer."""
     prefix_events: tuple[EventsExtra, ...] = ()
-    """Sources of other engines' KV events: this engine also asks the engines that, by these, have part of a prefix.
-    `holder` is such an engine's address, as in `prefix_peers`."""
+    """Sources of other engines' KV events: this engine also asks engines that, according to their events, have part of
+    a prefix. `holder` is an engine's address, as in `prefix_peers`."""
     prefix_tokens_min: Size = 256
     """Smallest number of missing prompt tokens for which to ask peers for a prefix."""
     prefix_wait_s: Seconds = 0.05
@@ -162,7 +162,7 @@ def warn_of_side_channel(vllm_config: VllmConfig) -> None:
 def _refuse_routed_experts(vllm_config: VllmConfig) -> None:
     """Raise ConfigError if vLLM has to return the routed experts (MoE) of each token.
 
-    Only the engine that computes a prompt knows its experts.
+    Only the engine that computes a prompt knows the experts of the prompt's tokens.
     """
     holders = (getattr(vllm_config, name, None) for name in ("aux_output_config", "model_config"))
     if any(getattr(holder, "enable_return_routed_experts", False) for holder in holders):

@@ -52,7 +52,7 @@ _FP8 = {
 class Group:
     """A group of layers of vLLM's KV cache that is transferred.
 
-    `index` is its index among all of vLLM's groups and among a request's block tables.
+    `index` is the group's index among all of vLLM's groups, and so among a request's block tables.
     """
 
     index: int
@@ -95,10 +95,10 @@ def _group(index: int, group: KVCacheGroupSpec) -> Group:
 
 
 def _kind(spec: KVCacheSpec, what: str) -> tuple[GroupKind, int]:
-    """Return the kind of a layer's attention, and its window or chunk in tokens, or 0.
+    """Return the kind of a layer's attention, and the window or chunk in tokens (0 if the layer has none).
 
-    kvflow's sliding window does not count the token itself, so it is a token shorter than vLLM's. ConfigError, with a
-    message that begins with `what`, if kvflow cannot transfer such layers.
+    kvflow's sliding window does not count the current token, so it is one token shorter than vLLM's. ConfigError, with
+    a message that begins with `what`, if kvflow cannot transfer such layers.
     """
     if isinstance(spec, AttentionSpec) and spec.tokens_per_state != 1:
         raise ConfigError(f"{what}: tokens_per_state is {spec.tokens_per_state}: compressed tokens are not transferred")
@@ -185,8 +185,8 @@ def _layer_numbers(names: Sequence[str], model_layers: int | None = None) -> dic
 
     Engines may have different layers, such as those of one pipeline stage. So the number is made from the number in the
     name. Names with the same number, such as an attention layer and its indexer, are numbered in order. Layers of a
-    draft model get a separate range: layers so named, or with a number of at least `model_layers`, the count of the
-    model's own layers.
+    draft model get a separate range of numbers: layers named as a draft's, or with a number of at least `model_layers`,
+    the count of the model's own layers.
 
     Raises:
         LayoutError: the number in a name is too large, or too many names have the same number.

@@ -138,7 +138,7 @@ class RequestPrefixes:
         return self._cached_prompts is not None and self._cached_prompts.must_report
 
     def add(self, request: Request) -> None:
-        """Add a new request. If it has no ticket from a prefill engine, have peers asked for a prefix of its prompt."""
+        """Add a new request. If it has no ticket from a prefill engine, let it ask peers for a prefix of the prompt."""
         params = request.kv_transfer_params
         asks = self._pulls_prefixes and not self._scheduling.takes(params or {})
         if self._cached_prompts is None and not asks:
@@ -171,7 +171,7 @@ class RequestPrefixes:
             self._cached_prompts.build_step(step, scheduled, preempted=preempted, block_ids=block_ids)
 
     def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
-        """Report the blocks of `request`, which has ended but still has its `block_ids`, with the next step."""
+        """With the next step, report the blocks `block_ids` of `request`, which has ended but still has them."""
         if self._cached_prompts is not None:
             computed = min(request.num_computed_tokens, request.num_tokens - 1)
             self._cached_prompts.finish(

@@ -53,7 +53,7 @@ def state_tensors(spec: MambaSpec, tp_size: int, *, model_groups: int | None) ->
 def slots_of(cache: torch.Tensor, spec: MambaSpec) -> tuple[torch.Tensor, ...]:
     """Return a view of `cache` for each state tensor of a layer; the first dimension of a view is the slot.
 
-    `cache` is vLLM's tensor of the layer, with the shape (slots, 1, 1, bytes of a slot), else LayoutError.
+    LayoutError unless `cache`, vLLM's tensor of the layer, has the shape (slots, 1, 1, bytes of a slot).
     """
     if cache.dim() != 4 or cache.shape[1:3] != (1, 1):
         raise LayoutError(f"state: expected (B, 1, 1, C), got {tuple(cache.shape)}")

@@ -1,7 +1,7 @@
 """kvflow's numbers in vLLM's own metrics: in vLLM's periodic log line, and at its Prometheus endpoint.
 
-Each connector object collects outcomes of loads, leases and questions to peers. vLLM sends them to its frontend, and
-combines those of all ranks.
+Each connector object collects outcomes of loads, leases and questions to peers. vLLM sends the outcomes to its
+frontend, and combines those of all ranks.
 """
 
 from __future__ import annotations
