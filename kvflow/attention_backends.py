@@ -54,7 +54,9 @@ class BackendLayout:
     choose. Bytes that are not "plain" are copied unchanged between caches of the same format, in whole blocks or in
     whole heads of a block."""
     byte_formats: tuple[str, ...]
-    """Possible values of `CacheLayout.kv_format` for tensors of dtype uint8 or int8, if they differ; else empty."""
+    """Possible values of `CacheLayout.kv_format` for tensors of dtype uint8 or int8, if they differ from `kv_formats`;
+    else empty.
+    """
     since: Version | None
     """First version of the project with this layout; None if only the commit `source_version` is known to have it."""
     until: Version | None
@@ -239,7 +241,7 @@ KVCacheManager - blocks_first HND HND plain - 001541bad83b84ae4c5c4a279e464572d5
 
 
 def known_backends() -> tuple[str, ...]:
-    """Return the names of all backends in the table, once each, spelled as the engine does."""
+    """Return the names of all backends in the table, once each, in the engine's spelling."""
     return tuple(dict.fromkeys(row.backend for row in BACKEND_LAYOUTS))
 
 
@@ -282,8 +284,8 @@ def layout_for_backend(
     Args:
         kv_caches: tensors by layer name.
         backend: name of the attention backend, in upper or lower case.
-        block_size: tokens of a block in the tensors. If the engine's kernels split the engine's blocks, the size of the
-            smaller blocks.
+        block_size: tokens of a block in the tensors; if the engine's kernels split the engine's blocks, the size of a
+            kernel's block.
         engine_version: version of the engine, such as "0.33.0". Needed only if the tensors fit the shapes of two
             versions.
         num_kv_heads: KV heads of this rank, to check the tensors against.

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 ErrorKind: TypeAlias = type[InvalidInput]
 Check: TypeAlias = Callable[[object, str], object]
 """Function that checks a field, given (value, name of the field), and returns the value as an object of a built-in
-type. It raises an error if the value is invalid."""
+type. The function raises an error if the value is invalid.
+"""
 ValueT = TypeVar("ValueT")
 
 INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
@@ -128,7 +129,7 @@ _PLAIN_TYPE_OF: tuple[tuple[Any, Any], ...] = ((numbers.Integral, int), (numbers
 
 
 def _plain(value: Any) -> object:
-    """Return a number or text of any class as int, float or str; for other values, an object that fits no type."""
+    """Return a number or text of any class as int, float or str; for other values, an object that no type accepts."""
     own = next((own for kind, own in _PLAIN_TYPE_OF if isinstance(value, kind)), None)
     found = None if own is None else try_call(partial(own, value))
     return object() if found is None else found
@@ -350,8 +351,8 @@ def normalize_fields(given: object, error: ErrorKind, where: str = "") -> None:
 def normalize_request(given: object, kind: type[DataT], verb: str, block_ids_max: int) -> DataT:
     """Check all fields of the request `given`, a dataclass of type `kind`. Return it with values of built-in types.
 
-    RequestError names the request and the invalid field, or says that there are more than `block_ids_max` block ids.
-    For another type than `kind` it names `verb`, the called method.
+    RequestError names the request and the invalid field, or says that there are more than `block_ids_max` block ids. If
+    `given` has another type than `kind`, the error names `verb`, the called method.
     """
     known: Any = given if type(given) is kind else instance(given, kind, verb)
     name, ids, changes = known.request_id, known.block_ids, dict[str, Any]()
@@ -387,7 +388,8 @@ def _fields_of(kind: Hashable, error: Hashable) -> tuple[tuple[str, object, Chec
 def _check_of(hint: Any, error: Any) -> Check | None:
     """Return the check for a field with the type annotation `hint`; None if the type cannot be checked.
 
-    That is the function in an `Annotated[...]`, if there is one, else a check of the type that raises `error`.
+    The check is the function in an `Annotated[...]`, if there is one; else it checks the value's type, and raises
+    `error`.
     """
     one, *others = [arg for arg in get_args(hint) if arg is not NoneType] if NoneType in get_args(hint) else [hint]
     kind, *marks = get_args(one) if get_origin(one) is Annotated else (one,)
@@ -400,7 +402,7 @@ def _check_of(hint: Any, error: Any) -> Check | None:
 
 
 def refuse_unknown_arguments(kind: type[ValueT]) -> type[ValueT]:
-    """Decorate dataclass `kind`: for an unknown argument its constructor raises ConfigError, with a similar name."""
+    """Decorate dataclass `kind`: given an unknown argument, its constructor raises ConfigError with a similar name."""
     made, known = kind.__init__, [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
 
     @wraps(made)

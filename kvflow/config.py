@@ -111,7 +111,9 @@ class Config:
     such as "POSIX.use_uring" for `kvflow.storage`."""
 
     lease_ttl_s: Seconds = 30.0
-    """Time for which a lease keeps blocks for its readers, unless it is renewed. A reader renews it while it loads."""
+    """Time for which a lease keeps blocks for its readers, unless a reader renews the lease. Readers renew it while
+    they load.
+    """
     lease_lifetime_s: Seconds = 600.0
     """Time after the opening of a lease during which readers can renew it. A lease with a longer `ttl_s` is not
     shortened."""
@@ -121,7 +123,8 @@ class Config:
     """Time within which a peer has to answer a question on the side channel."""
     cancel_grace_s: Seconds = 1.0
     """Time for which a load that is cancelled, or has missed its deadline, waits for bytes in flight. If bytes are
-    still in flight after that, its blocks are quarantined."""
+    still in flight after that, the load's blocks are quarantined.
+    """
     drain_timeout_s: Seconds = 10.0
     """Time for which closing the runtime waits for open loads and leases to end."""
 
@@ -201,7 +204,8 @@ def config_for_device(config: Config, kind: str) -> Config:
 def params_of(config: Config, backend: str) -> Mapping[str, str]:
     """Return the parameters of `backend` in `config.nixl_backend_params`: the values of the keys "BACKEND.key".
 
-    If `config.nixl_backend` names the backend, also those of keys without a backend, which the keys with one override.
+    If `config.nixl_backend` names the backend, also return those of keys without a backend; keys with a backend
+    override them.
     """
     named = backend in config.nixl_backend.split(",")
     given = config.nixl_backend_params.items()

@@ -15,11 +15,11 @@ below: this differs from error to error, so read it from the error; the class ha
     |  |  `- PromptMismatch      caller   do not retry   safe      the ticket is for another prompt
     |  `- UsageError             caller   do not retry   safe      a method called in the wrong state, loop or thread
     |- RuntimeUnavailable        engine   retry          ask       this runtime is being taken out of service
-    |  |- RuntimeDraining        engine   retry          ask       the owner drains it: it takes no new work
-    |  |- CacheUnregistered      engine   retry          ask       its cache is unregistered: it sleeps, for example
-    |  `- RuntimeClosed          engine   retry          ask       its owner has closed it
-    |- PeerError                 peer     do not retry   safe      another engine, or the network to it; see `peer`
-    |  |- PeerUnreachable        peer     retry          safe      no answer, or not asked after a failure
+    |  |- RuntimeDraining        engine   retry          ask       the owner drains this runtime: no new work
+    |  |- CacheUnregistered      engine   retry          ask       its cache is unregistered, for example in sleep
+    |  `- RuntimeClosed          engine   retry          ask       the owner has closed this runtime
+    |- PeerError                 peer     do not retry   safe      another engine or the network failed; see `peer`
+    |  |- PeerUnreachable        peer     retry          safe      the peer gave no answer, or failed shortly before
     |  |- PeerNotReady           peer     retry          safe      the peer has no cache yet, or drains
     |  |- PeerRefused            peer     do not retry   safe      the peer refused, and said why
     |  |- PeerIncompatible       peer     do not retry   safe      protocol or cache do not match; lists both values
@@ -27,14 +27,14 @@ below: this differs from error to error, so read it from the error; the class ha
     |- LoadError                 nobody   do not retry   ask       one load failed after it was accepted
     |  |- LeaseExpired           nobody   do not retry   ask       the blocks may have been reused: prefill again
     |  |- PrefillFailed          peer     retry          ask       the producer will not complete the prompt
-    |  |- Overloaded             engine   retry          ask       too many loads wait already
+    |  |- Overloaded             engine   retry          ask       too many loads wait, or too many peers
     |  |- TransferFailed         peer     retry          ask       the transport reported a failure
     |  |- ChecksumMismatch       peer     do not retry   ask       bytes differ from the producer's, read twice
     |  `- DeadlineExceeded       nobody   retry          ask       time ran out in `phase`
     |- StoreError                engine   do not retry   ask       a save or a restore failed after it was accepted
     |  |- NotStored              nobody   do not retry   safe      no entry under the key, or it was evicted
     |  |- EntryDamaged           engine   do not retry   ask       the entry is torn or changed, and is removed
-    |  |- StoreFull              engine   retry          safe      entries that could be evicted are in use
+    |  |- StoreFull              engine   retry          safe      full, and no entry can be evicted now
     |  `- StorageFailed          engine   retry          ask       a file could not be read or written
     `- RuntimeBroken             kvflow   do not retry   ask       a service of the runtime died: restart the engine
        `- TransportBroken        kvflow   do not retry   ask       ... because the transport died
@@ -132,7 +132,8 @@ class QuarantineNotice:
 class _MemorySafe:
     """Descriptor of the attribute `memory_safe`.
 
-    Read from an error: True if the error has no `quarantine`. Read from a class: True if all its errors are safe.
+    Read from an error: True if the error has no `quarantine`. Read from a class: True if all errors of the class are
+    safe.
     """
 
     def __init__(self, always: bool) -> None:
@@ -149,8 +150,9 @@ class KVFlowError(Exception):
     retryable: ClassVar[bool] = False
     """True if the same call with the same ticket may succeed later or on another engine."""
     memory_safe = _MemorySafe(False)
-    """True if the local blocks of the failed load may be reused immediately. Read from a class: if all its errors are
-    safe."""
+    """True if the local blocks of the failed load may be reused immediately. Read from a class: True if this holds for
+    all errors of the class.
+    """
 
     quarantine: Quarantine | None = None
     """The failed load if bytes may still land in its local blocks (then await `quarantine.settled()`), else None."""
@@ -255,7 +257,8 @@ class PromptMismatch(RequestError):
         super().__init__(message)
         self.parts = parts
         """Inputs that differ: ("tokens",); or, if the tokens are equal, others, such as "pictures" or "adapter". The
-        request may have lost these on the way, so do not compute its prompt either."""
+        request may have lost these on the way, so do not compute the prompt here instead.
+        """
 
 
 class UsageError(InvalidInput):
@@ -383,7 +386,8 @@ class LoadError(KVFlowError):
 
 
 class LeaseExpired(LoadError):
-    """No proof that the lease covered the whole read: the lease expired, was revoked, or ended because others had read.
+    """There is no proof that the lease covered the whole read: the lease expired, was revoked, or ended because others
+    had read.
 
     Prefill again. If this is frequent, raise `lease_ttl_s`, or let fewer requests wait.
     """
@@ -400,7 +404,7 @@ class PrefillFailed(LoadError):
 
 
 class Overloaded(LoadError):
-    """This engine is at a limit: of waiting loads, of peers in use, or of first contacts to peers. Nothing was read.
+    """This engine is at a limit for waiting loads, for peers in use, or for first contacts to peers. Nothing was read.
 
     If too many loads wait (`loads_waiting_max`), send fewer. If there are too many peers, raise `limits.peers_max` or
     `limits.first_contacts_max`, or, if there are not that many engines, look for forged tickets.

@@ -18,7 +18,7 @@ class ForkAware(Protocol):
     def forked(self) -> None:
         """Make this object unusable: its methods return immediately or raise UsageError.
 
-        Called in the child, on its only thread.
+        This is called in the child, on the child's only thread.
         """
 
 
@@ -42,8 +42,8 @@ class _NoEvents:
 def ignore_events(socket: Any) -> None:
     """Make `socket`, an asyncio socket of pyzmq, ignore all events in this process; its receives and sends never end.
 
-    If the event loop is about to call a method of the socket at the fork, such as the next receive of a task, it does
-    so in the child. There libzmq answers every call with EINTR, and pyzmq repeats such a call forever.
+    If the event loop is about to call a method of the socket at the fork, such as the next receive of a task, it also
+    calls that method in the child. There libzmq answers every call with EINTR, and pyzmq repeats such a call forever.
     """
     socket._shadow_sock = _NoEvents()
     socket._handle_events = lambda *_: None

@@ -1,7 +1,7 @@
 """Hosts and addresses as texts: DNS names, IPv4 and IPv6 addresses, and `tcp://host:port`.
 
 kvflow keeps an IPv6 host compressed and without brackets, such as `fd00::2`; only in addresses, where a port follows,
-it has brackets. Input may have both forms: Kubernetes (`status.podIP`), routers and vLLM write IPv6 hosts without
+it has brackets. Input may have either form: Kubernetes (`status.podIP`), routers and vLLM write IPv6 hosts without
 brackets.
 """
 

@@ -90,8 +90,9 @@ class Limits:
     """Maximum number of a producer's ranks that one load reads from or reports to. A ticket that needs more is refused
     before any rank is contacted."""
     block_ids_max: Size = 1 << 18
-    """Maximum number of block ids in a request, and in a ticket over all its ranks. All are checked in one turn of the
-    event loop."""
+    """Maximum number of block ids in a request, and in a ticket, for all its ranks together. All ids are checked in one
+    turn of the event loop.
+    """
 
     peer_backoff_first_s: Seconds = 0.2
     """Time for which a peer is not contacted after it has failed. Each further failure in a row doubles the time."""
@@ -111,8 +112,9 @@ class Limits:
     goodbye_timeout_s: Seconds = 1.0
     """Maximum time for which draining and closing wait until all readers are notified."""
     transport_close_timeout_s: Seconds = 10.0
-    """Maximum time for which closing waits until reads have stopped. Then it waits again, as long, for a running
-    copy."""
+    """Maximum time for which closing waits until reads have stopped. Then it waits, up to this time again, for a
+    running copy.
+    """
 
     slice_bytes_max: ByDevice = 0
     """Maximum bytes of one slice. Loads take turns by slices, so a small load waits for one slice of a huge load. 0: 8
@@ -131,17 +133,21 @@ class Limits:
     """Maximum number of scratch buffers. Each is allocated when it is first needed."""
 
     side_channel_requests_per_s_max: Size = 1000
-    """Maximum number of side-channel requests per second from one peer: an engine with CURVE, else an IP address.
-    Further requests get no answer."""
+    """Maximum number of side-channel requests per second from one peer, which is an engine if CURVE is used, else an IP
+    address. Further requests get no answer.
+    """
     side_channel_connections_max: Size = 2048
-    """Maximum number of connections to this rank's side channel at the same time. One more drops all connections. Keep
-    the maximum well above `readers_max`: after a restart of this rank each reader opens a connection and keeps it for
-    some seconds."""
+    """Maximum number of connections to this rank's side channel at the same time. If there is one more, the rank drops
+    all connections. Keep the maximum well above `readers_max`: after a restart of this rank each reader opens a
+    connection and keeps it for some seconds.
+    """
     digests_max: Size = 64
     """Maximum number of readers' requests for checksums of leased blocks that are processed at the same time. Further
     requests are refused as not ready."""
     notification_poll_interval_s: Seconds = 0.005
-    """Interval between polls for readers' notifications. Ten times longer after a while without notifications."""
+    """Interval between polls for readers' notifications. The interval is ten times longer after a while without
+    notifications.
+    """
 
     def __post_init__(self) -> None:
         checks.normalize_fields(self, ConfigError)

@@ -30,7 +30,7 @@ def logger_of(name: str) -> logging.Logger:
 
 
 def _make_plain(record: logging.LogRecord) -> bool:
-    """Make the arguments and the traceback of a log record printable. The filter of all kvflow's loggers.
+    """Make the arguments and the traceback of a log record printable. This is the filter of all kvflow's loggers.
 
     Always return True, so that no record is left out.
     """
@@ -54,7 +54,7 @@ def _plain(value: object) -> object:
 def _traceback(error: BaseException, where: TracebackType | None) -> str:
     """Return the traceback of `error` as printable text. `where`: the traceback object.
 
-    For a log record's `exc_text`: if that is set, a `logging.Formatter` uses it.
+    The text is for a log record's `exc_text`, which a `logging.Formatter` uses if it is set.
     """
     lines = "".join(traceback.format_exception(type(error), error, where)).splitlines()
     if len(lines) > _TRACEBACK_LINES_MAX:

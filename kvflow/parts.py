@@ -52,7 +52,7 @@ def importing_part(name: str, what: str, kind: type[KVFlowError]) -> Iterator[No
 
 
 def preload(*names: str) -> None:
-    """Import optional parts, names in `PARTS`, so that the event loop need not wait for that at the first request.
+    """Import optional parts, names in `PARTS`, so that the first request does not block the event loop for the imports.
 
     A part that is not installed (its folder was deleted) is skipped.
     """

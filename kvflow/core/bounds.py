@@ -1,7 +1,7 @@
 """Bounds of the fields of messages and tickets. Decoding checks them, so no code ever handles a value out of bounds.
 
-No kvflow peer sends a value out of bounds, whatever its cache. The code that uses a value checks it against the cache
-in question. A test checks that every field of every message has a bound.
+No kvflow peer sends a value out of bounds, whatever cache the peer has. The code that uses a value checks it against
+the cache in question. A test checks that every field of every message has a bound.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ PromptDigest: TypeAlias = Annotated[
 """Digest of a prompt's tokens, and of its adapter, pictures and salt, if any (`core.protocol.prompts`); "" if the
 producer gives none."""
 LeaseId: TypeAlias = Annotated[str, Meta(max_length=LEASE_ID_CHARS)]
-"""Lease id as readers send it. Any text is accepted, since an unknown id only finds no lease."""
+"""Lease id as readers send it. Any text is accepted, since an unknown id matches no lease."""
 TicketLeaseId: TypeAlias = Annotated[
     str, Meta(max_length=LEASE_ID_CHARS, pattern=rf"\A(?:(?!0{{{LEASE_ID_CHARS}}})[0-9a-f]{{{LEASE_ID_CHARS}}})?\Z")
 ]

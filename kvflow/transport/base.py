@@ -20,12 +20,12 @@ AgentName = NewType("AgentName", str)
 DEVICES: Mapping[str, bool] = {"cpu": True, "cuda": True}
 """Whether NIXL can read memory of a kind of device, by kind; False for kinds that are not listed.
 
-The method `reaches` of the transport in use decides.
+This is only a default: the method `reaches` of the transport in use decides.
 """
 BY_SOME_BUILDS = ("xpu",)
 """Kinds of devices with memory that only some builds of NIXL can read.
 
-A peer that registers memory of this kind has a build that can; its readers do not need one.
+A peer that registers memory of this kind has such a build; the peer's readers do not need one.
 """
 _WITHOUT_MEMORY = "meta"
 
@@ -36,7 +36,7 @@ def usually_reached(device: str) -> bool:
 
 
 def is_staged(device: str, staging: str, reached: bool | None = None) -> bool:
-    """Return whether a cache on a kind of device is staged: peers read copies of its blocks in host buffers.
+    """Return whether a cache on the device kind `device` is staged: peers read copies of its blocks in host buffers.
 
     `staging`: Config.staging. `reached`: whether the transport can read memory of this kind; None: as in `DEVICES`.
 
@@ -140,7 +140,7 @@ class Transport(Protocol):
     def reaches(self, device: str) -> bool:
         """Return whether the transport can read memory of the device kind `device`.
 
-        If not, a cache there must be staged.
+        If not, a cache on a device of this kind must be staged.
         """
 
     async def register(self, spans: Sequence[Span], device: Device, keepalive: object, use: MemoryUse) -> None:
@@ -157,7 +157,7 @@ class Transport(Protocol):
         """Add the peer that `metadata` describes and return its agent name. Raises TransportError for bad metadata."""
 
     async def remove_peer(self, name: AgentName) -> None:
-        """Remove a peer. Illegal while a read from the peer is under way."""
+        """Remove a peer. The call is illegal while a read from the peer is under way."""
 
     def post_read(self, peer: AgentName, descriptors: Descriptors) -> PostedRead:
         """Start to read from `peer` what `descriptors` describe, and return immediately.
@@ -169,8 +169,8 @@ class Transport(Protocol):
     def notify(self, peer: AgentName, payload: bytes, join: Join | None = None) -> None:
         """Send `payload` to a peer and return immediately. Delivery is best effort: failures are counted, not raised.
 
-        Payloads with the same `join` that wait for one peer may be passed to `join`, on any thread, and replaced by its
-        result.
+        Payloads with the same `join` that wait for one peer may be passed to `join`, on any thread, and replaced by the
+        result of `join`.
         """
 
     async def run(self, deliver: Callable[[Event], None]) -> None:

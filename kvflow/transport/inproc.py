@@ -109,7 +109,7 @@ class SimulatedLink(Protocol):
         """Take over a notification for `target`. Call `target.deliver(payload)` now, later, several times, or never."""
 
     def report(self, callback: Callable[[], None]) -> None:
-        """Call `callback`, which reports an event of this agent to its runtime, on the loop, now or later."""
+        """Call `callback` on the loop, now or later. It reports an event of this agent to the agent's runtime."""
 
     async def wait_for_reads(self, reader: InprocTransport) -> None:
         """Wait until every read that `reader` has posted has ended."""
@@ -121,7 +121,7 @@ class InprocTransport:
     Args:
         name: Name of the agent, unique on its network.
         network: The agents that this agent can reach.
-        link: Decides when reads are performed and notifications arrive. None: in the next turn of the loop.
+        link: Decides when reads are performed and notifications arrive. None: both happen in the next turn of the loop.
     """
 
     def __init__(
@@ -371,7 +371,7 @@ class InprocTransport:
     def _report(self, event: Event) -> None:
         """Pass an event to the `deliver` function of `run` or, if no `run` is active, keep it for the next.
 
-        Called on the loop.
+        Call this on the loop.
         """
         if self._deliver is None or self._ended.done():
             self._undelivered.append(event)

@@ -149,7 +149,7 @@ class OwnerThread:
     def abandon(self, last_job: Job, wait_s: float) -> None:
         """Queue `last_job`, which must make `step` end the thread, and wait up to `wait_s` for that.
 
-        For use after the event loop has ended, on any thread; on the thread itself without the wait.
+        For use after the event loop has ended, on any thread. A call on the `OwnerThread` itself does not wait.
         """
         self._jobs.append(last_job)
         self._wakes.put(None)
@@ -170,7 +170,7 @@ class OwnerThread:
         self._thread.join(wait_s)
 
     def forked(self) -> None:
-        """Called in a forked child, which does not have the thread: never destroy the objects that `step` uses."""
+        """In a forked child, which does not have the thread, keep the objects that `step` uses alive forever."""
         if self.alive:
             self.keep_forever()
 

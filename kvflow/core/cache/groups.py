@@ -1,8 +1,8 @@
 """Groups: layers that share a block table, and which tokens of a prompt the blocks of a group hold.
 
 Most models have one group: every layer attends to the whole prompt. If some layers attend only to a window, an engine
-keeps only the window's blocks for these layers, and gives them their own block table. Groups take their block ids from
-one pool if the engine lays all layers over the same memory, else from separate pools.
+keeps only the window's blocks for these layers, which then have a block table of their own. Groups take their block ids
+from one pool if the engine lays all layers over the same memory, else from separate pools.
 
 Layers of one group may differ, for example in their number of heads; layers with the same layout are a `LayerSet`.
 """
@@ -58,7 +58,7 @@ class GroupKind(enum.StrEnum):
 
 
 class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The properties of a group that peers send each other.
+    """The properties of a group, as peers send them to each other.
 
     The constructor raises LayoutError if no group can have these values together.
     """
@@ -105,7 +105,8 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def tokens_held(groups: Sequence[GroupFacts], known: Sequence[int], counts: Sequence[int], num_tokens: int) -> int:
-    """Return how many of the prompt's first tokens every group holds, if group i has only its first `known[i]` blocks.
+    """Return how many of the prompt's first tokens all groups hold (a minimum), if group i has only its first
+    `known[i]` blocks.
 
     `counts`: number of blocks of each group once all `num_tokens` tokens of the prompt are computed.
     """
@@ -174,8 +175,9 @@ class CacheGroup:
     """Which tokens the layers attend to. Default: "state" for a StateLayout, "sliding" if `window` is given, else
     "full"."""
     pool: str | None = None
-    """Name of the pool from which the group's block ids come; by default its own. If groups have the same pool, a block
-    id is in one group's block table at a time, and the groups' tensors may be the same memory."""
+    """Name of the pool from which the group's block ids come; by default a pool of its own. If groups have the same
+    pool, a block id is in one group's block table at a time, and the groups' tensors may be the same memory.
+    """
     num_kv_heads: int | None = None
     """Number of KV heads that the whole model has in these layers; None: `Config.num_kv_heads`."""
     split: int = 1
@@ -314,7 +316,7 @@ def named_layers(sets: Iterable[LayerSet]) -> list[tuple[str, LayerCache]]:
 def layer_sets(groups: Sequence[CacheGroup], tp_size: int) -> tuple[LayerSet, ...]:
     """Divide the layers of a rank into sets with one layout each. Return the sets, group by group.
 
-    LayoutError if a peer would not accept so many sets (`SETS_MAX`).
+    LayoutError if there are more than `SETS_MAX` sets, since no peer accepts more.
     """
     found = tuple(one for at, group in enumerate(groups) for one in sets_of(at, group.sets, tp_size))
     if len(found) > SETS_MAX:
@@ -325,7 +327,7 @@ def layer_sets(groups: Sequence[CacheGroup], tp_size: int) -> tuple[LayerSet, ..
 def sets_of(
     group: int, layers: Iterable[tuple[Mapping[str, LayerCache], CacheLayout | StateLayout]], tp_size: int
 ) -> Iterator[LayerSet]:
-    """Yield a `LayerSet` for each layout of a group or, for state per request, for each segment of its tensors.
+    """Yield a `LayerSet` for each layout of a group or, for state per request, for each segment of the state tensors.
 
     `group`: index of the group. `layers`: (tensors by layer name, layout) pairs.
     """

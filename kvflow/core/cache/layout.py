@@ -166,9 +166,9 @@ class CacheLayout:
             block_size: tokens per block; must equal the size of the tensors' token axis.
             style: how layers hold K and V. Needed only for tensors of 5 axes if the first two axes both have size 2.
             layer_indices: index of each layer in the model. By default the number in the layer's name
-                ("model.layers.12.self_attn"). If a name has no number or several, or two numbers are equal, the layers'
-                positions. Layers of a draft model, recognized by "draft", "eagle", "mtp", "nextn" or "speculat..." in
-                their names, count from 16384 on; the other side of a load may lack them.
+                ("model.layers.12.self_attn"). If a name has no number or several, or two numbers are equal, the default
+                is the layers' positions. Layers of a draft model, recognized by "draft", "eagle", "mtp", "nextn" or
+                "speculat..." in their names, count from 16384 on; the other side of a load may lack them.
             kv_format: name of the meaning of the bytes, if they are not plain values of the dtype.
 
         Returns:
@@ -351,9 +351,9 @@ def is_draft(name: str) -> bool:
 
 
 def layer_numbers(names: tuple[str, ...], given: Sequence[int] | None) -> tuple[int, ...]:
-    """Return the index in the model of each layer in `names`: `given`, if it is not None.
+    """Return the index in the model of each layer in `names`: `given`, if it is not None, else a default.
 
-    Otherwise the number in each layer's name, if every name has exactly one and no two are equal; else the layer's
+    The default is the number in each layer's name, if every name has exactly one and no two are equal; else the layer's
     position. Layers of a draft model are numbered separately, from FIRST_DRAFT_LAYER on.
     """
     if given is not None:

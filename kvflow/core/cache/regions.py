@@ -56,14 +56,14 @@ class Regions:
     def first_at_address(self) -> tuple[int, ...]:
         """For each region, the index of the first region with the same base address.
 
-        That is its own index unless layers share a tensor.
+        This is the region's own index unless layers share a tensor.
         """
         found: dict[int, int] = {}
         return tuple(found.setdefault(base, at) for at, base in enumerate(self.bases.tolist()))
 
     @property
     def distinct(self) -> Regions:
-        """These regions without duplicates: of several regions with the same base address only the first is kept."""
+        """These regions without duplicates: of regions with the same base address only the first is kept."""
         kept = [at for at, first in enumerate(self.first_at_address) if at == first]
         return self if len(kept) == len(self) else replace(self, bases=self.bases[kept], strides=self.strides[kept])
 
@@ -115,7 +115,8 @@ def map_regions(layout: CacheLayout, kv_caches: KVCaches) -> Regions:
 def _check_owners(regions: Regions, layout: CacheLayout) -> None:
     """Raise LayoutError if a layer of a draft model comes before a layer of the main model that has the same memory.
 
-    A load reads shared memory for the first of its layers only, which must not be one that the other side may lack.
+    A load reads memory that layers share for the first of these layers only, and the other side may lack layers of a
+    draft model.
     """
     parts, indices = len(regions.parts), layout.layer_indices
     for at, first in enumerate(regions.first_at_address):

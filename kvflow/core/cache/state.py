@@ -130,7 +130,7 @@ class StateLayout:
                 have tensors of the same shapes.
             tensors: descriptions of a layer's tensors, in order.
             layer_indices: index of each layer in the model. By default the number in the layer's name. If a name has no
-                number or several, or two numbers are equal, the layers' positions.
+                number or several, or two numbers are equal, the default is the layers' positions.
 
         Returns:
             A layout for a `CacheGroup`.
@@ -187,7 +187,7 @@ class StateLayout:
 class StatePart:
     """One segment of one state tensor, in all layers of a group.
 
-    It has the properties that the planner reads of a `CacheLayout`.
+    It has the properties of a `CacheLayout` that the planner reads.
     """
 
     layout: StateLayout

@@ -1,4 +1,5 @@
-"""The map from a peer's regions to the local regions, made once per peer: which regions pair, and in which pieces.
+"""The map from a peer's regions to the local regions, made once per peer: which regions form pairs, and in which pieces
+these are read.
 
 Both sides describe a block by strides (`BlockShape`). So NHD and HND, head slices, K and V together or apart, and
 layers that are split differently are all one question: which runs of bytes are contiguous on both sides? The answer is
@@ -33,8 +34,8 @@ class RegionMap:
     local regions have the same block stride, and so have all remote regions.
 
     In block b of region pair r, piece p of chunk s is read from
-    `remote_bases[r] + b * remote_stride + s * remote_step + remote_offsets[p]`, and lands at the address that the local
-    values give. Every piece has `piece_size` bytes.
+    `remote_bases[r] + b * remote_stride + s * remote_step + remote_offsets[p]`, and lands at the address computed in
+    the same way from the local values. Every piece has `piece_size` bytes.
     """
 
     local_bases: Int64Array
@@ -50,15 +51,14 @@ class RegionMap:
     local_device: Device
     remote_device: Device
     tokens: int = 0
-    """Number of tokens that are read of each chunk (a block's tokens, on the side with the smaller blocks)."""
+    """Number of tokens to read from each chunk's start (the tokens of a block on the side with the smaller blocks)."""
     full_chunks: bool = False
     """True if `tokens` are all tokens of a chunk; False for a partly filled last chunk."""
     pieces: int = field(init=False)
     """Number of pieces of one chunk, over all region pairs. A piece takes one descriptor, unless pieces are joined."""
     chunk_size_bytes: int = field(init=False)
     first_rows: Int64Array | None = field(init=False)
-    """Kept result of `rows()`, which takes longer to make than to use; None if it is large or the chunks are not full.
-    """
+    """Cached result of `rows()`, which takes longer to make than to use; None if large or if chunks are not full."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pieces", len(self.local_bases) * len(self.local_offsets))
@@ -125,7 +125,8 @@ class BlockMap:
             if layer in positions and index in wanted
         )
         """(position in `local_layers`, position in `remote_layers`) of each layer to read, in local order; possibly
-        none. If local layers share a tensor, only the first is read, from the rank that has it."""
+        none. If local layers share a tensor, only the first layer is read, from the peer that has that layer.
+        """
         self.opaque = opaque
         self.heads = heads
         self.local, self.remote = ours, theirs
@@ -135,7 +136,7 @@ class BlockMap:
 
     @property
     def token_size_bytes(self) -> int:
-        """Bytes that are read from this peer for one token, over all its layers and heads."""
+        """Bytes to read from this peer for one token, summed over the layers and heads."""
         return int(self._rows.shape[1]) * self.heads.heads * self.local.block.run
 
     def _make_region_maps(self, tokens: int) -> tuple[RegionMap, ...]:
@@ -174,7 +175,7 @@ class BlockMap:
 
 
 def _same_parts(local: Regions, remote: Regions) -> tuple[Regions, Regions]:
-    """Return `local` and `remote` with equal `Regions.parts`: if one side has K and V fused, they are split."""
+    """Return `local` and `remote` with equal `Regions.parts`: if only one has K and V fused, its regions are split."""
     if local.parts == remote.parts:
         return local, remote
     return split_fused(local), split_fused(remote)
@@ -229,8 +230,8 @@ def _pieces(ours: BlockShape, theirs: BlockShape, tokens: int, heads: int) -> tu
     """Split `tokens` tokens of `heads` heads into pieces that are contiguous in a local and in a remote block.
 
     `ours`, `theirs`: shape of a local and of a remote block. Return the pieces' local offsets, remote offsets, and
-    common size, in bytes. The smallest piece is one head of one token; it grows by a whole axis (tokens or heads) that
-    is contiguous with it on both sides.
+    common size, in bytes. The smallest piece is one head of one token; a piece grows by a whole axis (tokens or heads)
+    if that is contiguous with the piece on both sides.
     """
     size = ours.run
     axes = [(tokens, ours.token_stride, theirs.token_stride), (heads, ours.head_stride, theirs.head_stride)]

@@ -55,7 +55,7 @@ class Descriptors:
         local_device: Device,
         remote_device: Device,
     ) -> Descriptors:
-        """Return descriptors. The three lists have one item per read: local address, remote address, size in bytes."""
+        """Return descriptors from three lists with one value per read: local address, remote address, size in bytes."""
         length = np.asarray(sizes, dtype=np.uint64)
         table = np.empty((2, len(length), 3), dtype=np.uint64)
         table[0, :, 0], table[1, :, 0], table[:, :, 1] = local, remote, length
@@ -160,16 +160,15 @@ class Chunks:
     remote_parts: Int64Array | None
     """Index of each chunk within its remote block; None if a remote block is a single chunk."""
     tokens: int
-    """Number of tokens, from its start, that are read of each chunk."""
+    """Number of tokens to read from the start of each chunk."""
     first: int = 0
-    """Number of chunks of the prompt before the first of these chunks, if these are in prompt order (`match_chunks`).
-    """
+    """Number of the prompt's chunks that precede these chunks, if these are in prompt order (`match_chunks`)."""
 
     def __len__(self) -> int:
         return len(self.local_ids)
 
     def select(self, index: slice | Int64Array) -> Chunks:
-        """Return the chunks at the positions `index` of these chunks."""
+        """Return the chunks at the indices `index`."""
         ours, theirs = self.local_parts, self.remote_parts
         return Chunks(
             self.local_ids[index],
@@ -220,9 +219,10 @@ def match_chunks(
         local_ids: the local blocks to fill, which end with the block of the last offered token.
         offered: number of offered blocks.
         num_tokens: tokens from the prompt's start to the end of the offer.
-        needed_from: position of the first token that has to be read. Tokens before it are read if they are offered.
+        needed_from: position in the prompt of the first token that has to be read. Tokens before it are read if they
+            are offered.
         whole: True if the offered blocks hold the prompt from its first token on; False if they hold only its end, as
-            the blocks of a window do.
+            the blocks of a sliding-window group do.
         what: beginning of an error's message.
 
     Raises:
@@ -258,8 +258,8 @@ def match_chunks(
 def plan_read(groups: Sequence[RegionMap], chunks: Chunks, head: Piece | None = None) -> Descriptors:
     """Return the descriptors that read `chunks` from one peer.
 
-    `groups`: the peer's region maps, each for some region pairs. `head`: one more read, such as that of a seal, to put
-    first.
+    `groups`: the peer's region maps, each for some region pairs. `head`: a further read, for example of a seal, which
+    comes first.
     """
     plan = _plan_region_map(groups[0], chunks, head)
     for pairs in groups[1:]:
@@ -321,9 +321,10 @@ def _join_pieces(local: Int64Array, remote: Int64Array, size: int) -> tuple[Int6
 
 
 def small_load_map(block_map: BlockMap) -> RegionMap | None:
-    """Return the region map with which `match_few` and `read_few` can plan small loads; None if they cannot.
+    """Return the region map with which `match_few` and `read_few` plan small loads; None if these functions cannot be
+    used.
 
-    They can if blocks have equally many tokens on both sides, and a single region map reads each block as one piece.
+    They can be used if blocks have equally many tokens on both sides, and one region map reads each block as one piece.
     """
     if block_map.local.block.tokens != block_map.remote.block.tokens:
         return None
@@ -337,8 +338,9 @@ def match_few(
 ) -> list[tuple[int, int]] | None:
     """Return a pair (remote block id, local block id) for each block to read, sorted by remote block id.
 
-    `offered`: ids of all offered blocks, from the prompt's first token on. None if only `match_chunks` can plan the
-    load: the last block is not full, or `local_ids` are not the blocks of the offered tokens from `cached_tokens` on.
+    `offered`: ids of all offered blocks, from the prompt's first token on. Return None if only `match_chunks` can plan
+    the load: the last block is not full, or `local_ids` are not the blocks of the offered tokens from `cached_tokens`
+    on.
     """
     tokens = min(num_tokens, len(offered) * block_tokens)
     last = tokens // block_tokens
@@ -351,7 +353,7 @@ def match_few(
 def read_few(pairs: RegionMap | None, blocks: Sequence[tuple[int, int]], head: Piece | None) -> Descriptors:
     """Return descriptors that read `blocks`, pairs of (remote block id, local block id), in every region pair.
 
-    `pairs`: the result of `small_load_map`, not None. `head`: one more read, such as that of a seal, which comes first.
+    `pairs`: the result of `small_load_map`, not None. `head`: a further read, for example of a seal, which comes first.
     Blocks that are neighbours on both sides become one read.
     """
     assert pairs is not None, "only for blocks that small_load_map accepts"

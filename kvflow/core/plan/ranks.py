@@ -30,9 +30,9 @@ def plan_ranks(ours: Sequence[CacheShare], parallelism: Parallelism, dp_rank: in
 
     `ours`: cache shares of the local rank. `parallelism`: that of the producer's engine, from a ticket. A load that has
     to reach more than `ranks_max` ranks is `impossible`; ranks are counted before they are listed, because a forged
-    ticket can claim a million. A ticket does not say which layers are of which kind. So each local kind is paired with
-    each remote kind (`Parallelism.kinds`) that could be the same, and some planned ranks may turn out to have nothing
-    to read. Layers of a draft model are left out, because the producer may lack them.
+    ticket can claim a million ranks. A ticket does not say which layers are of which kind. So each kind of local layers
+    is paired with each kind of remote layers (`Parallelism.kinds`) that could be the same, and some planned ranks may
+    turn out to have nothing to read. Layers of a draft model are left out, because the producer may lack them.
     """
     stages = stages_max(ours)
     if parallelism.pp_size > stages:

@@ -1,6 +1,6 @@
 """Checks that the local blocks of a load match the tokens of an offer.
 
-The request says at which token its local blocks begin (`cached_tokens`), which is never derived from the number of
+The request says at which token the local blocks begin (`cached_tokens`); this is never derived from the number of
 blocks.
 """
 
@@ -19,8 +19,8 @@ def check_not_beyond(
 ) -> None:
     """Raise RequestError if a request has local blocks beyond the prompt's first `tokens` tokens.
 
-    `tables`: the local blocks of each group, which begin at token `cached_tokens`. `what` begins the message; `which`
-    is the message's text for the `tokens` tokens.
+    `tables`: the local blocks of each group; those for full attention begin at token `cached_tokens`. `what` begins the
+    message; `which` names the `tokens` tokens in the message.
     """
     for group, ids in zip(groups, tables, strict=True):
         size = group.block_size
@@ -45,9 +45,9 @@ def check_blocks_match(
     """Raise RequestError unless the local blocks of a load hold exactly the offered tokens from `cached_tokens` on.
 
     In a group that holds a prompt from its first token on, the blocks begin with the block of token `cached_tokens` and
-    must end with the block of the last offered token. The blocks of a window, and a state, always end with the last
-    offered token, so their number does not show at which token the caller expects the end. Something else must show it:
-    the blocks of another group, if its block size divides this group's block size, or `expected_tokens`.
+    must end with the block of the last offered token. In other groups they always end with the last offered token, so
+    their number does not show at which token the caller expects the end. Something else must show it: the blocks of
+    another group, if its block size divides this group's block size, or `expected_tokens`.
 
     `tables`: the local blocks of each group. `tokens`: number of offered tokens. `expected_tokens`: number that the
     caller expects; None if not given. `what` begins the message, which names the `producer`. `kind`: class of the error

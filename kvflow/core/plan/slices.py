@@ -24,9 +24,9 @@ def plan_slices(
 ) -> Iterator[Descriptors]:
     """Yield slices of at most `bytes_max` bytes and `descriptors_max` descriptors that together read all of `reads`.
 
-    `reads`: pairs of a peer's block map and the chunks to read by it. Each slice is planned when the caller asks for
-    it. `head`: one more read, such as that of a seal, which comes first and does not count towards the bounds. Chunks
-    are sorted by remote block id: reading remote memory in order is a few per cent faster than writing local memory in
+    `reads`: pairs of a peer's block map and the chunks to read by that map. Slices are planned as the caller iterates.
+    `head`: a further read, for example of a seal, which comes first and does not count towards the bounds. Chunks are
+    sorted by remote block id: reading remote memory in order is a few per cent faster than writing local memory in
     order (measured over shared memory).
     """
     for block_map, some in reads:

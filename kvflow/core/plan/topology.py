@@ -157,7 +157,7 @@ def model_shares(shares: Sequence[CacheShare]) -> Sequence[CacheShare]:
 
 
 def parallelism_of(shares: Sequence[CacheShare]) -> Parallelism:
-    """Return the parallelism of an engine. `shares`: all cache shares of any one of its ranks."""
+    """Return the parallelism of an engine. `shares`: all cache shares of one rank, no matter which."""
     first = shares[0]
     kinds = dict.fromkeys((one.block_size, one.kv_heads, one.model_kv_heads) for one in model_shares(shares))
     return Parallelism(first.tp_size, first.pp_size, *next(iter(kinds)), tuple(kinds)[1:])
@@ -189,8 +189,8 @@ def kv_heads_of_model(ours: CacheShare, theirs: CacheShare) -> int:
     """Return the number of the model's KV heads; 1 for MLA, because every rank holds the whole latent vector.
 
     `ours`, `theirs`: cache share of a local rank and of a producer's rank. If neither states the number, return the
-    smaller of their products of heads per rank and ranks, which are multiples of the number. If even the smaller is too
-    large, both sides have one head per rank, and any multiple leads to the same reads.
+    smaller of their `kv_head_slots`, which are multiples of the number. If this is not the number itself, both sides
+    have one head per rank, and any multiple leads to the same reads.
     """
     if ours.latent:
         return 1
@@ -212,7 +212,7 @@ def heads_held(share: CacheShare, kv_heads: int) -> range:
 
 
 def layers_of(shares: Sequence[CacheShare]) -> dict[str, tuple[int, ...]]:
-    """Return the layer indices of a rank, by segment name for layers with state, by "" for those with a KV cache."""
+    """Return a rank's layer indices by segment name; the key "" stands for layers with a KV cache."""
     found: dict[str, tuple[int, ...]] = {}
     for share in shares:
         found[share.part] = found.get(share.part, ()) + share.layers
@@ -282,10 +282,11 @@ _HINT = (
 
 
 def _hint(apart: Collection[int], common: Collection[int]) -> str:
-    """Return a hint for a message, how to mark layers of a draft model, if the layers `apart` may be of one; else "".
+    """Return the end of a message that says how to mark layers of a draft model; "" unless the layers `apart` may be of
+    one.
 
-    `apart`: layers that only one side has. `common`: layers that both have. The hint applies if all `apart` layers come
-    after the `common` layers and none is marked; loads leave out only marked layers.
+    `apart`: layers that only one side has. `common`: layers that both have. They may be of one if they come after all
+    `common` layers and none is marked; loads leave out only marked layers.
     """
     return _HINT if common and max(common) < min(apart) and max(apart) < FIRST_DRAFT_LAYER else ""
 
@@ -331,7 +332,7 @@ def head_sources(tp_rank: int, tp_size: int, their_tp_size: int, kv_heads: int) 
 def sources_of(ours: CacheShare, theirs: CacheShare) -> tuple[HeadSource, ...]:
     """Return the tensor-parallel ranks of a producer that the local rank reads from or reports to.
 
-    `theirs`: cache share of any rank of the producer. The result holds for each pipeline stage of the producer.
+    `theirs`: cache share of any rank of the producer. The result is valid for each pipeline stage of the producer.
     """
     return head_sources(ours.tp_rank, ours.tp_size, theirs.tp_size, kv_heads_of_model(ours, theirs))
 
@@ -399,7 +400,7 @@ def _reporters(theirs: int, tp_size: int, their_tp_size: int, kv_heads: int) -> 
 
     All are tensor-parallel ranks. If m ranks of the producer hold the same heads and n ranks of the reader need them,
     reader j reads from holder j*m/n. So rank i reads from rank i if the sizes are equal. If a holder has no reader, the
-    first reader of the nearest lower holder with readers reports to it.
+    first reader of the nearest lower holder with readers reports to this holder.
     """
     held = _heads(theirs, their_tp_size, kv_heads)
     readers, holders = max(tp_size // kv_heads, 1), max(their_tp_size // kv_heads, 1)

@@ -12,7 +12,7 @@ ValueT = TypeVar("ValueT")
 class BoundedMap(OrderedDict[KeyT, ValueT]):
     """A mapping of at most `most` keys, ordered by when each key was last set.
 
-    A further key displaces the first one.
+    If there are more, the key that was set the longest time ago is dropped.
     """
 
     def __init__(self, most: int) -> None:

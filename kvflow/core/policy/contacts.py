@@ -5,8 +5,8 @@ keep silent addresses from starving the others:
 
 - Last in, first out: the contact that has waited for the shortest time begins next, because one that has waited long
   has little time left before its load's deadline.
-- Preemption: while contacts wait, contacts under way are given up, one at a time. One for which no load waits is given
-  up immediately, else the oldest after `patience_s`, in which a living peer answers.
+- Preemption: while contacts wait, contacts under way are given up, one at a time. A contact for which no load waits is
+  given up immediately, else the oldest contact after `patience_s`, in which a living peer answers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class Contact:
 
 
 class Contacts:
-    """All first contacts that wait for their turn or are under way. Decides which begin and which are given up."""
+    """All first contacts that wait for their turn or are under way. This object decides which begin and which are given
+    up.
+    """
 
     def __init__(self, under_way_max: int, patience_s: float) -> None:
         self._under_way_max = under_way_max
@@ -53,7 +55,7 @@ class Contacts:
         return len(self._waiting)
 
     def request_turn(self, now_s: float) -> Contact:
-        """Return a new contact: it is under way if fewer than `under_way_max` were, else it waits for its turn."""
+        """Return a new contact: under way if fewer than `under_way_max` contacts were, else waiting for its turn."""
         contact = Contact(now_s)
         self._waiting.append(contact)
         self._begin_one(now_s)
@@ -72,7 +74,7 @@ class Contacts:
         return self._begin_one(now_s)
 
     def preempt_one(self, now_s: float) -> Contact | None:
-        """Choose a contact under way to give up, mark it as preempted and return it; None before the time `due_s`.
+        """Mark as preempted, and return, the contact to give up next; return None before the time `due_s`.
 
         The caller has to stop waiting for the peer's answer, and then to call `end`.
         """

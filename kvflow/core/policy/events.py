@@ -20,7 +20,7 @@ class DeviceEvent(Protocol):
     """An event of a device, such as a recorded `torch.cuda.Event`."""
 
     def query(self) -> bool:
-        """Return whether the event has happened. Must not block; may be called on any thread.
+        """Return whether the event has happened. The method must not block; any thread may call it.
 
         Returns:
             False before the event has happened, True afterwards.
@@ -59,7 +59,7 @@ def has_happened(event: DeviceEvent, what: str) -> bool:
 
 
 class Watch:
-    """One wait for a device event. Once it is over, the caller of `Watches.poll` has to call `on_end(error)`."""
+    """One wait for a device event. Once the wait is over, the caller of `Watches.poll` has to call `on_end(error)`."""
 
     def __init__(self, event: DeviceEvent, on_end: OnEnd, since_s: float) -> None:
         self._event = event

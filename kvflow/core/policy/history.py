@@ -1,6 +1,6 @@
 """Progress of a prompt that is computed while it is read: the times at which tokens were computed or landed.
 
-The records of a growing lease, and of a load that reads from one, contain this history.
+The records of a growing lease, and of a load that reads from a growing lease, contain this history.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ MOMENTS_MAX = 64
 
 
 class Moment(NamedTuple):
-    """`tokens` tokens were computed (of a lease) or had landed (of a load) `seconds` after the lease or load began."""
+    """Progress, `seconds` after a lease or load began: `tokens` tokens in all were computed or had landed."""
 
     seconds: float
     tokens: int

@@ -31,7 +31,7 @@ class Counted(enum.StrEnum):
 
     NOTED = "noted"
     LATE = "late"
-    """No effect: the lease has ended or is unknown, or a reader that has read all its share wants to renew it."""
+    """No effect: the lease has ended or is unknown, or a reader renews it after reporting its share as read."""
     DUPLICATE = "duplicate"
     """No effect: the reader has already reported its share of this lease."""
     MALFORMED = "malformed"
@@ -45,10 +45,11 @@ class LeaseEntry:
     lease_id: str
     request_id: str
     reader_count: int
-    """Number of engines that have to read the lease. The shares of all reader ranks are added up; those of one engine
-    add up to 1. If 0, the first report of any rank ends the lease."""
+    """Number of engines that have to read the lease, which ends once the shares reported by reader ranks add up to this
+    number. The shares of one engine add up to 1. If the number is 0, the first report of any rank ends the lease.
+    """
     holds_blocks: bool
-    """True if the lease has blocks. It then stays in the book after its end, until the hold of its blocks is over."""
+    """True if the lease has blocks. A lease with blocks stays in the book until the hold after its end is over."""
     ttl_s: float
     offered_s: float
     expires_s: float
@@ -78,7 +79,7 @@ class LeaseBook:
         self._recent: OrderedDict[str, None] = OrderedDict()
         """Request ids of the leases that ended most recently, in the order of their ends."""
         self._expiring: list[tuple[float, int, LeaseEntry]] = []
-        """Heap of (expiry, unique number, lease). An item is out of date if its lease was renewed or has ended."""
+        """Heap of (expiry, unique number, lease). A heap entry is out of date if its lease was renewed or has ended."""
         self._held: deque[LeaseEntry] = deque()
         """Ended leases that hold blocks, in the order in which their holds end."""
         self._numbers = itertools.count()
@@ -100,7 +101,7 @@ class LeaseBook:
         return min(due, default=None)
 
     def open_lease_of(self, request_id: str | None) -> LeaseEntry | None:
-        """Return the open lease of the request; None if it has none or `request_id` is None."""
+        """Return the open lease of request `request_id`; None if the request has no open lease or the id is None."""
         return self._open.get(request_id) if request_id is not None else None
 
     def ended_recently(self, request_id: str) -> bool:
@@ -128,16 +129,18 @@ class LeaseBook:
         return entry
 
     def restart(self, entry: LeaseEntry, ttl_s: float, now_s: float) -> None:
-        """Give an open lease a new `ttl_s`, expiry and end of lifetime, as if it were opened at `now_s`.
+        """Set `ttl_s`, expiry and end of lifetime of the lease `entry` as if it were opened with `ttl_s` at `now_s`.
 
-        Neither time becomes earlier, because readers may rely on the times that they know. No effect on an ended lease.
+        Expiry and end of lifetime never become earlier, because readers may rely on the times that they know. No effect
+        on an ended lease.
         """
         if entry.is_open:
             entry.ttl_s, entry.expires_s = ttl_s, max(entry.expires_s, now_s + ttl_s)
             entry.lifetime_ends_s = max(entry.lifetime_ends_s, now_s + max(ttl_s, self._lifetime_s))
 
     def renew(self, lease_id: str, reader: str, now_s: float) -> Counted:
-        """Move the expiry of a lease to `now_s` plus the lease's `ttl_s`, but not beyond the end of its lifetime.
+        """Move the expiry of a lease to `now_s` plus the lease's `ttl_s`, but not beyond the end of the lease's
+        lifetime.
 
         Return NOTED. If the lease is not open or `reader` has already read it, change nothing and return LATE.
         """
@@ -167,7 +170,7 @@ class LeaseBook:
         return Counted.NOTED, entry if all_read and self.end(entry, "all_read", now_s) else None
 
     def end(self, entry: LeaseEntry, event: LeaseEvent, now_s: float) -> bool:
-        """End the lease `entry` by `event`. Return True if it was open; else change nothing and return False."""
+        """End the lease `entry` by `event`. Return True if the lease was open; else change nothing and return False."""
         if entry.state is not LeaseState.OFFERED:
             return False
         entry.state = fire(LEASE_TABLE, entry.state, event)
@@ -194,7 +197,7 @@ class LeaseBook:
     def release_held(self, now_s: float) -> list[LeaseEntry]:
         """Remove from the book, and return, all ended leases with a hold that is over at `now_s`.
 
-        No read of their blocks can be proven now, so the producer may reuse the blocks (invariant I3).
+        No read of these blocks can be proven now, so the producer may reuse the blocks (invariant I3).
         """
         released = []
         while self._held and self._held[0].free_s <= now_s:

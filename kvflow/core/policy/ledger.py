@@ -5,8 +5,8 @@ Groups of layers that share a pool share its entries. If several blocks of a gro
 (`CacheGroup.split`), they have one entry. With a single group the entry of a block is the block id.
 
 Every block is free, leased (protected from writes by one or more leases), in flight (a load writes it) or quarantined
-(a load has ended, but its bytes may still land). If a load reads from one producer after another, its blocks stay
-*claimed* in between.
+(a load has ended, but its bytes may still land). If a load reads from one producer after another, the load's blocks
+stay *claimed* in between.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class BlockLedger:
     def find_entries(self, block_ids: Any, what: str) -> tuple[tuple[BlockIds, ...], BlockIds]:
         """Check the block ids of a request. Return a block table for each group, and the entries of all these blocks.
 
-        `block_ids` is a sequence or, with several groups, a sequence for each group or a mapping by the groups' names,
-        in which missing groups have no blocks. RequestError, which begins with `what`, names an id that is invalid or
-        that is given for two groups of one pool.
+        `block_ids` is a sequence or, with several groups, a sequence for each group or a mapping by the groups' names;
+        groups that the mapping lacks have no blocks. RequestError, which begins with `what`, names an id that is
+        invalid or that is given for two groups of one pool.
         """
         if len(self._pools) == 1 and (type(block_ids) is list or not isinstance(block_ids, Mapping)):
             ids = check_block_ids(block_ids, num_blocks=self._num_blocks[0], what=what)
@@ -93,9 +93,9 @@ class BlockLedger:
         return np.concatenate(found)
 
     def check_enough_blocks(self, counts: Sequence[int], what: str) -> None:
-        """Raise RequestError if the cache has fewer than `counts[i]` blocks for a group i, even when all are free.
+        """Raise RequestError if, for some group i, the cache has fewer than `counts[i]` blocks, whether free or in use.
 
-        Counts of groups with one pool are added up. `what` begins the message.
+        Counts of groups that share a pool are added up. `what` begins the message.
         """
         needed, there = dict.fromkeys(self._first, 0), dict.fromkeys(self._first, 0)
         for pool, num_blocks, split, count in zip(self._pools, self._num_blocks, self._splits, counts, strict=True):
@@ -120,7 +120,7 @@ class BlockLedger:
     def lease(self, ids: BlockIds) -> None:
         """Count a further lease of each block in `ids` (ledger entries).
 
-        BlocksBusy if one is in flight or quarantined.
+        BlocksBusy if a block is in flight or quarantined.
         """
         use = self._use[ids]
         if (use < _FREE).any():
@@ -145,8 +145,8 @@ class BlockLedger:
     def claim_for_sources(self, ids: BlockIds) -> None:
         """Claim the blocks in `ids` (ledger entries), until `end_claim`, for a load that may try several producers.
 
-        BlocksBusy if a block is leased, in flight or quarantined. With a claimed array each attempt's `begin_load`
-        succeeds.
+        BlocksBusy if a block is leased, in flight or quarantined. `begin_load` of a claimed array succeeds, for each
+        producer that the load tries.
         """
         self.begin_load(ids)
         self._claimed.append(ids)

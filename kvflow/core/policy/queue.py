@@ -5,7 +5,8 @@ A fair queue bounds the sum of all granted permits, in all and per peer. Its rul
 - All or nothing: a permit gets its whole amount in one step, and holds nothing while it waits.
 - A smaller priority number goes first, equal numbers in the order of the requests. Waiting does not raise a priority,
   so permits with smaller numbers can starve a permit.
-- A permit that does not fit its peer's limit is overtaken by permits of other peers, but not by later ones of its own.
+- A permit that does not fit its peer's limit is overtaken by permits of other peers, but not by later permits of its
+  own peer.
 - If the first permit does not fit the global limit, no permit overtakes it, so that large reads do not starve.
 - A permit that is larger than a limit is granted when no other permit counts towards that limit.
 - With `ahead_s`, a peer's limit of the first quantity grows to what the peer delivers in that time. So a link of any
@@ -46,7 +47,7 @@ class Permit:
     priority: int
     state: PermitState = PermitState.WAITING
     on_grant: Callable[[], None] | None = None
-    """Called when the permit is granted after a wait. The function must not request or end permits."""
+    """Function to call when the permit is granted after a wait. It must not request or end permits."""
     delivered_before: int = 0
     """Value of the peer's `_Budget.delivered` when the permit was granted."""
 
@@ -118,8 +119,8 @@ class FairQueue:
     def request_permit(self, amount: Amount, peer: str = "", priority: int = 0) -> Permit:
         """Return a new permit: granted if its amount fits and no permit goes before it, else waiting.
 
-        If it becomes its peer's first waiting permit, this call may also grant permits that the former first one has
-        blocked.
+        If the new permit becomes the first that waits for its peer, this call may also grant permits that the former
+        first permit has blocked.
         """
         permit = Permit(peer, amount, priority)
         budget = self._peers.get(peer)
@@ -141,7 +142,8 @@ class FairQueue:
     def end(self, permit: Permit, took_s: float = 0.0) -> list[Permit]:
         """Give back `permit`, which waits or is granted. Return the permits that are granted in consequence.
 
-        `took_s`: seconds from the grant until the peer had delivered the permit's amount; 0 if it did not.
+        `took_s`: seconds from the grant until the peer had delivered the permit's amount; 0 if the peer did not deliver
+        that.
         """
         assert permit.state is not PermitState.ENDED, "a permit is given back once"
         budget = self._peers[permit.peer]
@@ -208,8 +210,9 @@ class FairQueue:
 class ShortestFirst(Generic[ItemT]):
     """Queue of jobs for a server that does one job at a time and cannot interrupt it. The smallest job goes first.
 
-    Once the jobs that have overtaken the oldest job add up to its size, it goes next. So large jobs get at least half
-    of the server's time, and a small job waits for the job being served and at most one more large job.
+    Once the sizes of jobs that have overtaken the oldest job add up to that job's size, the oldest job goes next. So
+    large jobs get at least half of the server's time, and a small job waits for the job being served and at most one
+    more large job.
     """
 
     def __init__(self, start_size: int) -> None:

@@ -30,7 +30,7 @@ def fire(table: Table[StateT, EventT], state: StateT, event: EventT) -> StateT:
 def allows(table: Table[StateT, EventT], state: StateT, event: EventT) -> bool:
     """Return True if `table` has a row for `event` in `state`.
 
-    There is none for the events of late or duplicate messages.
+    The tables have no rows for the events of late or duplicate messages.
     """
     return (state, event) in table
 

@@ -68,14 +68,14 @@ class PeerAddress:
 
 
 def agent_name(engine_id: str, rank: Rank, incarnation: str) -> str:
-    """Return the name of a rank's transport agent, unique to this incarnation."""
+    """Return the name of a rank's transport agent, unique to one registration of the rank's cache (`incarnation`)."""
     return f"{engine_id}/{rank.dp}.{rank.pp}.{rank.tp}#{incarnation}"
 
 
 def parse_agent_name(agent: str, engine_id: str) -> tuple[Rank, str] | None:
     """Return the rank and the incarnation in `agent`, a name from `agent_name`.
 
-    None if `agent` has another form or names another engine than `engine_id`.
+    Return None if `agent` has another form or names another engine than `engine_id`.
     """
     found = _AGENT_NAME.fullmatch(agent.removeprefix(engine_id)) if agent.startswith(engine_id) else None
     return None if found is None else (Rank(*map(int, found.groups()[:3])), found[4])

@@ -1,7 +1,7 @@
 """Checks of a peer's claims about its cache: its regions, its cache shares and its groups of layers.
 
 Decoding bounds each number alone. This module checks that the numbers are possible together, before this engine reads
-from any address. An impossible claim raises WireError, which has the claimed values.
+from any address. If a claim is impossible, a check raises WireError, which has the claimed values.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _is_dense(block: BlockShape) -> bool:
 def check_cache_shares(shares: Sequence[CacheShare]) -> None:
     """Raise WireError unless `shares` can be all the cache shares of one rank.
 
-    They cannot, for example, if they name different ranks or share a layer.
+    For example, shares that name different ranks, or have a layer in common, cannot.
     """
     count = sum(len(share.layers) for share in shares)
     if not 0 < len(shares) <= SETS_MAX or count > REGIONS_MAX:
@@ -110,7 +110,7 @@ def _check_cache_share(share: CacheShare) -> None:
 def check_sets(shares: Sequence[CacheShare], regions: Sequence[Regions], groups: Sequence[GroupFacts]) -> None:
     """Raise WireError if a rank cannot have these cache shares, regions and groups together.
 
-    `shares` and `regions` have one item for each set of layers, in the same order.
+    `shares[i]` and `regions[i]` belong to the same set of layers.
     """
     check_cache_shares(shares)
     if not 0 < len(groups) <= GROUPS_MAX or len({group.name for group in groups}) < len(groups):

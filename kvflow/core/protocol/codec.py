@@ -28,7 +28,7 @@ _KIND_CHARS_MAX = 40
 class WireError(Exception):
     """Bytes from a peer are not a valid kvflow message.
 
-    The runtime refuses such a question, and raises ProtocolError for such an answer.
+    If a question is invalid, the runtime refuses it; if an answer is invalid, the runtime raises ProtocolError.
     """
 
 
@@ -39,7 +39,7 @@ class UnknownRequest(WireError):
 class Header(msgspec.Struct, frozen=True, array_like=True):
     """The first frame of every side-channel message.
 
-    It is an array in all protocol versions, so that any peer can read it.
+    A header is an array in all protocol versions, so that any peer can read it.
     """
 
     magic: Name
@@ -66,7 +66,7 @@ def our_header(fingerprint: bytes, question: int = 0, answer_bytes_max: int = 0)
 def decode_header(frame: bytes) -> Header:
     """Decode the first frame of a message.
 
-    WireError if it is not a kvflow header. The caller checks the protocol version.
+    WireError if `frame` is not a kvflow header. The caller checks the protocol version.
     """
     header: Header = _decode(frame, Header)
     if header.magic != MAGIC:

@@ -1,7 +1,7 @@
 """`Compatibility`: the properties in which two engines must agree, so that a byte of the cache means the same on both.
 
-The header of every message has its digest. Properties in which two engines may differ, because a plan of reads can
-handle that, are in a rank's `topology.CacheShare`.
+The header of every message has a digest of these properties. Properties in which two engines may differ, because a plan
+of reads can handle that, are in a rank's `topology.CacheShare`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.sha256(msgspec.msgpack.encode(self), usedforsecurity=False).digest()[:16]
 
     def differences(self, theirs: Compatibility) -> list[str]:
-        """Return the fields in which `theirs`, of a peer, has another value, each as "field: ours X, theirs Y"."""
+        """Return the fields in which `theirs`, a peer's `Compatibility`, has another value, each as "field: ours X,
+        theirs Y".
+        """
         pairs = ((name, getattr(self, name), getattr(theirs, name)) for name in self.__struct_fields__)
         return [f"{name}: ours {ours!r}, theirs {other!r}" for name, ours, other in pairs if ours != other]
 
@@ -39,8 +41,8 @@ class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
 def compatibility_of(layouts: Sequence[CacheLayout | StatePart], *, model: str) -> Compatibility:
     """Return the `Compatibility` of one rank's cache, from the layouts of its layers.
 
-    If layers differ in a property, its field names all values. State per request and layers of a draft model, which a
-    peer may lack, are left out: their cache shares are compared.
+    If layers differ in a property, the property's field names all values. State per request and layers of a draft
+    model, which a peer may lack, are left out: cache shares are compared in their place.
     """
     attention = [layout for layout in layouts if isinstance(layout, CacheLayout)]
     own = [layout for layout in attention if min(layout.layer_indices) < FIRST_DRAFT_LAYER] or attention

@@ -50,8 +50,9 @@ REGIONS_MAX = 1 << 16
 DIGEST_PARTS_MAX = 1 << 12
 AGENT_METADATA_BYTES_MAX = 1 << 26
 REDIRECT_BYTES_MAX = 1 << 13
-"""Maximum bytes of a pending ticket that redirects readers to another engine. With a larger one, which names many
-ranks, readers are not redirected."""
+"""Maximum bytes of a pending ticket that redirects readers to another engine. If the ticket is larger, because it names
+many ranks, readers are not redirected.
+"""
 
 CacheShares: TypeAlias = Annotated[tuple[CacheShare, ...], Meta(max_length=SETS_MAX)]
 BlockTables: TypeAlias = Annotated[tuple[BlockIds, ...], Meta(max_length=GROUPS_MAX)]
@@ -65,14 +66,14 @@ class ReaderRequest(msgspec.Struct, frozen=True, kw_only=True):
     reader: Reader
     """Name of the reader's transport agent (`addresses.agent_name`)."""
     target: Address
-    """The engine and rank that the reader expects at the address that it asks."""
+    """The engine and rank that the reader expects at the address to which it sends the question."""
 
 
 class MetadataRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_metadata"):
     """Handshake: ask a rank for its identity and the addresses of its cache. The answer is `Metadata`."""
 
     request_id: RequestName | None = None
-    """Request id in the reader's ticket. A draining rank connects only readers of requests with an open lease."""
+    """Request id in the reader's ticket. A draining rank accepts only readers of requests with an open lease."""
     caller: Address | None = None
     """Address of the reader, to which the rank sends a `Goodbye` when the rank closes."""
 
@@ -90,7 +91,7 @@ class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
 
 
 class LeaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_lease"):
-    """Ask a rank for the lease of a request, which need not be open yet. The answer is a `LeaseAnswer`.
+    """Ask a rank for the lease of a request, even if no lease is open yet. The answer is a `LeaseAnswer`.
 
     The rank answers as soon as it knows something that the reader does not know, and after `wait_s` at the latest. The
     secret request id authorizes the reader.
@@ -103,11 +104,12 @@ class LeaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_lease"):
     """Number of offered tokens; not used if `blocks_digest` is empty."""
     blocks_digest: Digest = b""
     """Digest (`digest_of`) of the offered block ids, if the reader knows the offer; the rank then disregards leases of
-    other blocks or another `num_tokens`. Empty: the answer has the offer."""
+    other blocks or another `num_tokens`. Empty: the reader does not know the offer, and the answer has it.
+    """
     lease_id: LeaseId | None = None
     """Id of the lease that the question is about, if the reader knows it; None: any lease of the request."""
     known: Annotated[tuple[Count, ...], Meta(max_length=GROUPS_MAX)] = ()
-    """By group, how many blocks of the lease `lease_id` the reader knows."""
+    """Number of blocks of the lease `lease_id` that the reader knows, by group."""
     missing_max: Missing = -1
     """The rank also answers once at most this many tokens of the lease cannot be read yet. -1: only once the lease is
     complete."""
@@ -125,7 +127,9 @@ class ReleaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="release"):
 
 
 class DigestPart(msgspec.Struct, frozen=True, array_like=True):
-    """Layers, heads and tokens to compute digests of. Indices and positions count in the whole model and prompt."""
+    """Layers, heads and tokens to compute digests of. Indices of layers and heads are those of the whole model;
+    positions count from the start of the prompt.
+    """
 
     part: Fact
     """Name of a segment of state per request; "" for the KV cache."""
@@ -153,7 +157,7 @@ class DigestRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_digests")
 
 
 class DeclineRequest(ReaderRequest, frozen=True, kw_only=True, tag="decline"):
-    """Notice from another engine that the router has sent it a request for which readers wait at this rank.
+    """Notice from another engine: the router has sent that engine a request for which readers wait at this rank.
 
     The secret request id authorizes the notice. The answer is an `Ack`.
     """
@@ -182,11 +186,11 @@ class SealLocation(msgspec.Struct, frozen=True, kw_only=True):
     address: SealAddress
     count: SealCount
     hold_s: Hold
-    """Seconds for which the producer keeps the blocks of a lease after it has wiped the seal."""
+    """Seconds for which the producer keeps the blocks of a lease after wiping the lease's seal."""
 
 
 class Metadata(msgspec.Struct, frozen=True, kw_only=True, tag="metadata"):
-    """The answer to a `MetadataRequest`: everything about a rank that a reader needs to read from it."""
+    """The answer to a `MetadataRequest`: everything that a reader must know about a rank to read from that rank."""
 
     engine_id: Name
     incarnation: Incarnation
@@ -216,7 +220,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """True if more blocks follow, until the blocks hold all `num_tokens` tokens."""
     prompt_digest: PromptDigest
     queued_bytes: Count = 0
-    """Bytes of all prefixes that the rank has leased to other readers, which may be read before this offer."""
+    """Sum of the bytes of all prefixes that the rank has leased to other readers and that may be read before this."""
 
 
 class LeaseAnswerState(enum.StrEnum):
@@ -227,8 +231,9 @@ class LeaseAnswerState(enum.StrEnum):
     OPEN = "open"
     """The lease is open; more blocks or computed tokens may follow."""
     COMPLETE = "complete"
-    """All tokens of the lease can be read, and the payload (`Lease.complete`), if promised, is known. Also if there is
-    no lease because the offer has no blocks."""
+    """All tokens of the lease can be read, and the payload (`Lease.complete`), if promised, is known. This is also the
+    state if there is no lease because the offer has no blocks.
+    """
     ENDED = "ended"
     """The lease has ended, so no read of it can succeed."""
     FAILED = "failed"
@@ -236,11 +241,11 @@ class LeaseAnswerState(enum.StrEnum):
 
 
 class LeaseAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
-    """The answer to a question about a lease. It has only what the reader does not know about the lease."""
+    """The answer to a question about a lease. The answer has only what the reader does not know about the lease."""
 
     state: LeaseAnswerState
     lease: RankLease | None = None
-    """The lease. Readers, which know the rank's address, ignore its host and port."""
+    """The lease. Readers know the rank's address, so they ignore the lease's `host` and `port`."""
     offer: Offer | None = None
     more_block_ids: BlockTables = ()
     """By group, the block ids that follow those that the reader knows."""
@@ -265,7 +270,9 @@ class Digests(msgspec.Struct, frozen=True, kw_only=True, tag="digests"):
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
-    """The refusal of a question. If caches are incompatible, it has the rank's `compatibility` and `cache_shares`."""
+    """The refusal of a question. If caches are incompatible, the refusal has the rank's `compatibility` and
+    `cache_shares`.
+    """
 
     reason: Reason
     version: Count
@@ -278,7 +285,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
 
 
 class Ack(msgspec.Struct, frozen=True, kw_only=True, tag="noted"):
-    """The acknowledgement of a `Goodbye`, `DeclineRequest` or `ReleaseRequest`, with the incarnation of its sender."""
+    """The acknowledgement of a `Goodbye`, `DeclineRequest` or `ReleaseRequest`, with its sender's incarnation."""
 
     incarnation: Incarnation
 

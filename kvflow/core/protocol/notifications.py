@@ -17,7 +17,7 @@ LeaseIds: TypeAlias = Annotated[tuple[LeaseId, ...], Meta(max_length=LEASE_IDS_M
 
 
 class ReadDone(msgspec.Struct, frozen=True, array_like=True, tag="read_done"):
-    """Notice that a reader has finished with the blocks of some leases. The secret lease ids authorize it.
+    """Notice that a reader has finished with the blocks of some leases. The secret lease ids authorize the notice.
 
     Each rank of a reading engine reports a share of the lease, a fraction. An engine has read the lease when the shares
     of its ranks add up to 1.

@@ -1,8 +1,8 @@
 """Digests of prompts, so that a ticket is not used for another prompt.
 
 A router may mix tickets up, or the two engines may tokenize the same text differently. Then the bytes would arrive
-intact, and the answer would be to another prompt. So a ticket can carry a digest of its tokens, which the reader
-compares with its own prompt.
+intact, and the answer would be to another prompt. So a ticket can carry a digest of the prompt's tokens, which the
+reader compares with the digest of its own prompt.
 
 Prompts can also differ in an adapter, pictures, or a cache salt. A *mark* says that one of these begins at a token. The
 digest of a prompt with marks (`marked_by_keys`) has one section for the tokens and one for each kind of mark. If only
@@ -112,8 +112,9 @@ def prompt_digest(request_id: str, token_ids: Sequence[int]) -> str:
 
 
 MarkKeys: TypeAlias = Mapping[int, Sequence[tuple[str | bytes, ...]]]
-"""By position in the prompt: the keys that begin there. A key, such as ("mm", identifier), names something other than
-tokens on which the KV cache depends from there on, as in KV events."""
+"""By position in the prompt: the keys that begin there. A key, such as ("mm", identifier), names an input other than
+tokens that changes the KV cache from this position on, as in KV events.
+"""
 
 
 def marked_by_keys(token_ids: Sequence[int], keys: MarkKeys) -> list[int]:
@@ -159,8 +160,8 @@ def offered_digest(request_id: str, token_ids: Sequence[int], num_tokens: int) -
 def check_prompt(ticket: Ticket, token_ids: Sequence[int], what: str) -> None:
     """Raise PromptMismatch unless `token_ids` begins with the prompt that `ticket` offers.
 
-    The ticket's digest decides; without one the check passes. `what` begins the message. RequestError if `token_ids` is
-    not a list of token ids.
+    The ticket's digest decides; a ticket without a digest passes. `what` begins the message. RequestError if
+    `token_ids` is not a list of token ids.
     """
     found, offered = count(token_ids, f"{what}: prompt"), ticket.num_tokens
     if not ticket.prompt_digest:
@@ -214,8 +215,8 @@ def _split(digest: str) -> tuple[str, dict[str, str]]:
 def check_same_prompt(first: Ticket, other: Ticket, what: str) -> None:
     """Raise PromptMismatch if two tickets of one load are for different prompts. `what` begins the message.
 
-    The numbers of offered tokens must be equal, and the digests if the request ids, which salt them, are. A pending
-    ticket passes, because its prompt is not known.
+    The numbers of offered tokens must be equal. If the request ids, which salt the digests, are equal, so must be the
+    digests. A pending ticket passes, because its prompt is not known.
     """
     if first.awaited or other.awaited:
         return

@@ -1,9 +1,9 @@
 """`SealProof`: the proof, by a lease's seal, that the lease covered a whole read (invariant I2).
 
 For each open lease a producer keeps a 16-byte word in memory that peers can read: the *seal*, which holds the lease's
-secret id. When the lease ends, for any reason, the producer immediately wipes the seal, and gives the blocks back
-`hold_s` later. A reader fetches the seal through the same transport as the blocks, and compares it with its ticket. A
-torn, wiped or reused word matches no id. Two arguments prove that a read is fresh:
+secret id. When the lease ends, for any reason, the producer immediately wipes the seal, and `hold_s` later gives the
+blocks back to the engine. A reader fetches the seal through the same transport as the blocks, and compares the seal
+with its ticket. A torn, wiped or reused word matches no id. Two arguments prove that a read is fresh:
 
 - *Fetched after*: the seal was fetched after the last byte had landed, and was intact. So the lease was open during the
   whole read.
@@ -13,9 +13,10 @@ torn, wiped or reused word matches no id. Two arguments prove that a read is fre
   coarse timers.
 
 A lease may be opened before its blocks can be read. Until all tokens can be read, the last four bytes of the seal are
-those of the id XOR the number of missing tokens at the end of the prompt; the tokens before those can be read in all
-groups. So an early reader need not ask how far it may read. If the prompt will never be complete, the number is
-`FAILED`, which stays in the seal through the hold, and then for late readers until another lease needs the seal.
+the id's last four bytes XOR the number of tokens at the end of the prompt that are missing; the tokens before these can
+be read in all groups. So an early reader need not ask how far it may read. If the prompt will never be complete, the
+number is `FAILED`, which stays in the seal through the hold, and then for late readers until another lease needs the
+seal.
 
 A seal cannot prove two premises. First, tokens that the seal shows as readable have been computed: the producer's
 engine asserts that, by an event or because it has waited for its device. Second, registered addresses still mean the
@@ -103,8 +104,8 @@ class SealTable:
     def tokens_missing(self, index: int, lease_id: str) -> int | None:
         """Return how many tokens of lease `lease_id` cannot be read yet, by the seal in the slot at `index`.
 
-        FAILED if the prompt could not be computed. None if the slot does not hold the seal of this lease, for example
-        after a wipe.
+        Return FAILED if the prompt could not be computed, None if the slot does not hold the seal of this lease, for
+        example after a wipe.
         """
         word: bytes = self.slots[index].tobytes()
         wanted = bytes.fromhex(lease_id)
@@ -182,8 +183,7 @@ class SealProof:
         self.grows = grows
         """True if some tokens of the lease may not be readable yet."""
         self.last_open_s = -math.inf
-        """Time at which the latest fetch of the seal that found the lease open was posted; -infinity if there is
-        none."""
+        """Time at which the latest fetch of a seal was posted that found the lease open; -infinity if there is none."""
         self._quick_read_max_s = quick_read_max_s
         self.fetch_under_way = False
         self.lease_ended = False
@@ -198,7 +198,8 @@ class SealProof:
     def readable_tokens(self, num_tokens: int) -> int:
         """Return how many of the lease's `num_tokens` tokens may be read now.
 
-        All, unless the lease `grows`; then the tokens that the last fetched seal has shown as readable.
+        These are all tokens, unless the lease `grows`; then the tokens that the last fetched seal has shown as
+        readable.
         """
         if not self.grows:
             return num_tokens
@@ -212,7 +213,7 @@ class SealProof:
         self.fetch_posted = self.fetch_under_way = True
 
     def note_fetched(self, tokens_missing: int | None, posted_s: float) -> None:
-        """Record the result of the fetch that was posted at time `posted_s`.
+        """Record the result of the seal's fetch that was posted at time `posted_s`.
 
         `tokens_missing`: what `SealTable.tokens_missing` returned for the fetched seal.
         """
@@ -243,12 +244,12 @@ class SealProof:
 
 
 def quick_read_max_s(hold_s: float) -> float:
-    """Return within how many seconds of the post of a seal's fetch a read must have ended to be proven by that seal."""
+    """Return the seconds, from the post of a seal's fetch, within which a read must end to be proven by that seal."""
     return hold_s / 2
 
 
 def fetch_seal(seal: Piece) -> Descriptors:
-    """Return descriptors of a single read, that of a seal in a producer's host memory."""
+    """Return descriptors of one read, which fetches `seal` from a producer's host memory."""
     return Descriptors.of(
         local=[seal.local], remote=[seal.remote], sizes=[seal.size_bytes], local_device=HOST, remote_device=HOST
     )

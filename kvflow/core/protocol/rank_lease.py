@@ -61,15 +61,17 @@ class RankLease(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_onl
     port: Int64 = 0
     """Port of the rank's side channel. In a ticket's dict the first rank's port is `remote_port`."""
     block_ids: BlockIds | None = None
-    """Block ids of the first group that readers use on this rank; None unless they differ from the engine's block ids
-    because the blocks are copied to host buffers."""
+    """Block ids of the first group for readers of this rank; None unless they differ from the engine's block ids
+    because the blocks are copied to host buffers.
+    """
     more_block_ids: BlockTables = ()
-    """Block ids that readers use on this rank, for each group after the first; only if `block_ids` is set."""
+    """Block ids of each group after the first for readers of this rank; only if `block_ids` is set."""
     pending: bool = False
-    """True if some tokens could not be read yet when this entry was made. Then readers must fetch the seal before any
-    block."""
+    """True if some tokens could not be read yet when this object was made. Then readers must fetch the seal before any
+    block.
+    """
     payload: bool = False
-    """True if the producer has promised a payload: bytes that `Lease.complete` sends readers."""
+    """True if the producer has promised a payload: bytes that `Lease.complete` sends to readers."""
     held: bool = True
     """True if the producer holds the blocks for `SealLocation.hold_s` after the lease's end. If False, readers have to
     fetch the seal after the last byte has landed."""
@@ -93,7 +95,7 @@ class RankLease(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_onl
 
     @property
     def block_tables(self) -> tuple[BlockIds, ...]:
-        """Block ids that readers use on this rank, by group; () if they are the engine's block ids."""
+        """Block ids for readers of this rank, by group; () if they are the engine's block ids."""
         return () if self.block_ids is None else (self.block_ids, *self.more_block_ids)
 
 
@@ -149,7 +151,7 @@ _FIELD = re.compile(r"`\$\.(ranks\[0\]\.(?:host|port)|\w+)")
 def invalid_struct(given: Mapping[str, Any], error: Exception, *, in_transit: bool = False) -> RequestError:
     """Return the RequestError for `error`, which was raised when a struct was made from `given`, values by field.
 
-    `in_transit`: the values came in a ticket's dict, so name the keys of that dict.
+    `in_transit`: the values came in a ticket's dict, so the error names the keys of that dict.
     """
     if isinstance(error, UnicodeEncodeError):
         is_it = partial(operator.is_, error.object)

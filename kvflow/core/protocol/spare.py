@@ -23,8 +23,8 @@ SPARE_CHARS_MAX = 4096
 def with_spare(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of `params`, a ticket's dict, with the spare appended to its request id.
 
-    If the leases of all ranks do not fit, the spare has only the first rank's, and readers ask the other ranks. If even
-    that does not fit, the spare is empty, and readers refuse the ticket.
+    If the leases of all ranks do not fit, the spare has only the first rank's lease, and readers ask the other ranks
+    for theirs. If even one lease does not fit, the spare is empty, and readers refuse the ticket.
     """
     extra = params["kvflow"]
     # Some routers drop "tp_size", and other engines take 1 if it is missing.
@@ -44,7 +44,7 @@ def _packed(extra: Mapping[str, Any]) -> str:
 
 
 def without_spare(params: Mapping[str, Any], request_id: str) -> Mapping[str, Any]:
-    """Return a copy of `params`, a ticket's dict, with fields that are missing or null taken from its spare.
+    """Return a copy of `params`, a ticket's dict, in which the spare replaces fields that are missing or null.
 
     `request_id`: the dict's request id with the spare, which the copy lacks. Return `params` itself if the spare is not
     valid.

@@ -3,8 +3,8 @@
 Each rank of an engine opens a lease, under the same request id, and makes a ticket that names it; `merge_tickets` makes
 one ticket of all. If a reader needs a rank that its ticket does not name, it computes the rank's port and asks the rank
 for its lease (`messages.LeaseRequest`), which costs a round trip. Tickets can also be made without leases
-(`Ticket.without_leases`), and even without blocks (`Ticket.rendezvous`). Their readers ask by request id, so this id
-must be a secret of the ticket.
+(`Ticket.without_leases`), and even without blocks (`Ticket.rendezvous`). Readers of these tickets ask by request id, so
+this id must be a secret of the ticket.
 
 In a ticket's dict each rank's entry has a checksum of the lease id and of all fields that readers rely on. A dict that
 was changed in transit, or mixed from several tickets, is refused. The checksum has no key: it guards against mistakes
@@ -175,8 +175,8 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
     def offered_tokens(self) -> int:
         """Number of tokens, from the prompt's start, that the ticket offers.
 
-        All `num_tokens` if more blocks follow (`extends`); else the tokens that the blocks hold in every group with
-        blocks for a whole prompt.
+        This is `num_tokens` if more blocks follow (`extends`); else the minimum of `num_tokens` and, for each group of
+        full attention, the tokens that the group's blocks can hold. It is 0 without blocks.
         """
         if self.extends:
             return self.num_tokens
@@ -200,7 +200,7 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
     def offers_nothing(self) -> bool:
         """True if the ticket offers neither blocks nor a payload (`Lease.complete`).
 
-        Its leases end when they are opened.
+        The leases of this ticket end when they are opened.
         """
         return not self.has_blocks and not any(rank.payload for rank in self.ranks)
 
@@ -215,7 +215,9 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
 
     @cached_property
     def block_ids_count(self) -> int:
-        """Number of block ids in the ticket: of the engine and of each rank. At least the sum of `block_counts`."""
+        """Number of block ids in the ticket, those of the engine and of each rank added up; at least the sum of
+        `block_counts`.
+        """
         tables = (*self.block_tables, *(ids for rank in self.ranks for ids in rank.block_tables))
         return max(sum(map(len, tables)), sum(self.block_counts))
 
@@ -251,7 +253,8 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
             rank: a rank of the producer's engine, named in the ticket or not.
 
         Returns:
-            The address, tcp://host:port. Computed from the first rank's port if the ticket does not name the rank.
+            The address, tcp://host:port. If the ticket does not name the rank, the port is computed from the first
+            rank's port.
 
         Raises:
             RequestError: `rank` is not a Rank, or the ticket does not name it and its port cannot be computed.
@@ -334,7 +337,8 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
         ttl_s: float = 30.0,
         traceparent: str = "",
     ) -> Ticket:
-        """Return a pending ticket: a ticket for a request that has no blocks yet. Readers wait until its lease is open.
+        """Return a pending ticket: a ticket for a request that has no blocks yet. Readers wait until the request's
+        lease is open.
 
         Args:
             introduction: any ticket of the engine that will serve the request, or the ticket's dict. The new ticket
@@ -398,7 +402,7 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
 def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_MAX) -> Ticket:
     """Return `ticket` itself if it is a Ticket, else the ticket that its dict describes.
 
-    RequestError names an invalid field, or says that there are more than `block_ids_max` block ids, which is found
+    RequestError names an invalid field, or says that there are more than `block_ids_max` block ids. These are counted
     before the dict is parsed.
     """
     stated: list[str] = []
@@ -510,7 +514,7 @@ def check_incomplete_offer(ticket: Ticket) -> None:
 
 
 def check_lease(lease: RankLease, ticket: Ticket) -> None:
-    """Raise RequestError if `lease`, an entry of `ticket`, does not fit it.
+    """Raise RequestError if `lease`, an entry of `ticket`, does not fit the ticket.
 
     The lease's rank must exist in the producer's engine, and its block tables must be as long as the ticket's.
     """
@@ -532,7 +536,7 @@ def with_changes(ticket: Ticket, **changes: Any) -> Ticket:
 def _compute_digests(ticket: Ticket) -> list[str]:
     """Return one text for each lease in `ticket.ranks`: three checksums of 8 hexadecimal digits each.
 
-    They cover the block ids, the tokens and the other fields, each with the lease id.
+    The first covers the block ids, the second the tokens, the third the other fields; each also covers the lease id.
     """
     ids, tokens, rest = crc32(_pack(_IDS_OF(ticket))), crc32(_pack(_TOKENS_OF(ticket))), crc32(_pack(_REST_OF(ticket)))
     found = []

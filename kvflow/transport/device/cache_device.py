@@ -1,8 +1,8 @@
 """The device on which a cache lies: how blocks are copied to and from it, in which order, and memory for copies.
 
 On the CPU a copy is finished when its call returns. If torch has streams and events for the device, copies have their
-own stream (`accelerator`, `cuda_device`). If torch has none, only the engine's own function can copy blocks there. No
-library of a device is loaded in a process that does not use it.
+own stream (`accelerator`, `cuda_device`). If torch has no streams for the device, only the engine's own function can
+copy its blocks. No library of a device is loaded in a process that does not use it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class CacheDevice:
 
     @property
     def allocates_at_registration(self) -> bool:
-        """True if device memory for copies is allocated at registration. The engine may take all free memory later."""
+        """True if device memory for copies is allocated at registration, because the engine may take all free memory
+        later.
+        """
         return False
 
     @property
@@ -62,9 +64,7 @@ class CacheDevice:
     def copying(self) -> Iterator[None]:
         """Context manager: copies made in the `with` body run in order.
 
-        The exit, also after an error, waits until they are finished.
-
-        Raises the error of a failed copy.
+        The exit, also after an error, waits until the copies are finished, and raises the error of a failed copy.
         """
         yield
 
@@ -80,7 +80,7 @@ class CacheDevice:
     def allocate(self, size_bytes: int) -> torch.Tensor:
         """Allocate device memory that no queued work of the engine uses.
 
-        Raises RuntimeError if the device has too little.
+        Raises RuntimeError if the device has too little free memory.
         """
         import torch
 
@@ -114,7 +114,7 @@ class CacheDevice:
 
     @property
     def piece_bytes_min(self) -> int | None:
-        """Bytes of a range from which `copy_pieces` is faster than gather kernels.
+        """Size in bytes from which copying a range by `copy_pieces` is faster than by gather kernels.
 
         None if the device does not support `copy_pieces`.
         """
@@ -133,8 +133,8 @@ class CacheDevice:
     def gather_buffer(self, count: int, size_bytes: int) -> torch.Tensor:
         """Return a device buffer to gather blocks into: a tensor with one row of `size_bytes` bytes for each block.
 
-        It has `count` rows or, if they do not fit, fewer, but at least one. All calls share one buffer, which a call
-        with a larger `size_bytes` replaces. For use inside `copying` only.
+        The tensor has `count` rows or, if these do not fit the buffer, fewer, but at least one. All calls share one
+        buffer, which is replaced when a single row does not fit. For use inside `copying` only.
         """
         if self._gather_buffer is None or len(self._gather_buffer) < size_bytes:
             self._gather_buffer = self.allocate(max(_GATHER_BUFFER_BYTES, size_bytes))
@@ -143,7 +143,9 @@ class CacheDevice:
 
 
 def is_rocm() -> bool:
-    """Return whether the loaded torch is built for ROCm. It calls AMD devices "cuda", but they have another driver."""
+    """Return whether the loaded torch is built for ROCm. Torch then calls AMD devices "cuda", but they have another
+    driver.
+    """
     torch = sys.modules.get("torch")
     return torch is not None and torch.version.hip is not None
 

@@ -83,19 +83,20 @@ class CudaDriver:
         self._library = library
 
     def start(self) -> None:
-        """Initialize the driver; the first call in a process that has not used CUDA. Needs no context."""
+        """Initialize the driver, first of all calls in a process that has not used CUDA. This call needs no context."""
         self._call("cuInit", ctypes.c_uint(0))
 
     def version(self) -> tuple[int, int]:
-        """Return the CUDA version that the driver supports, such as (13, 0). Needs no context."""
+        """Return the CUDA version that the driver supports, such as (13, 0). This call needs no context."""
         version = ctypes.c_int()
         self._call("cuDriverGetVersion", ctypes.byref(version))
         return version.value // 1000, version.value % 1000 // 10
 
     def attributes(self, number: int = 0) -> dict[str, int | None]:
-        """Return all `DEVICE_ATTRIBUTES` of device `number`, by name; None for one that the driver does not know.
+        """Return all `DEVICE_ATTRIBUTES` of device `number`, by name; None for an attribute that the driver does not
+        know.
 
-        Needs no context.
+        This call needs no context.
         """
         device = ctypes.c_int()
         self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(number))
@@ -117,7 +118,8 @@ class CudaDriver:
         self._call("cuMemFree_v2", ctypes.c_uint64(address))
 
     def is_shareable(self, address: int) -> bool:
-        """Return True if other processes can open the device memory at `address` by CUDA IPC. Needs no context.
+        """Return True if other processes can open the device memory at `address` by CUDA IPC. This call needs no
+        context.
 
         False if pages were mapped one by one (VMM), as in torch's expandable segments.
         """
@@ -153,7 +155,7 @@ class CudaDriver:
     ) -> None:
         """Queue copies of `sizes[i]` bytes from address `sources[i]` to address `targets[i]`, for all i, in one call.
 
-        They run in any order. `stream`: handle of the CUDA stream, not the default stream. Host memory must be
+        The copies run in any order. `stream`: handle of the CUDA stream, not the default stream. Host memory must be
         page-locked.
         """
         attributes, index, failed = _CopyAttributes(_IN_STREAM_ORDER), ctypes.c_size_t(0), ctypes.c_size_t(0)

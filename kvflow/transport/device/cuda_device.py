@@ -1,8 +1,8 @@
 """Block copies on a CUDA device: an accelerator with a few features that only CUDA has.
 
-The copy stream has priority over the engine's streams, and a thread that waits for its event sleeps. Memory for copies
-comes from the driver: queued work of the engine may still write to memory in torch's cache, and other processes cannot
-share expandable segments. CUDA's kernels copy elements of up to 16 bytes.
+The copy stream has priority over the engine's streams, and a thread that waits for an event of this stream sleeps.
+Memory for copies comes from the driver: queued work of the engine may still write to memory in torch's cache, and other
+processes cannot share expandable segments. CUDA's kernels copy elements of up to 16 bytes.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class CudaDevice(AcceleratorDevice):
     def view_elements(self, *views: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return `views`, tensors of bytes, reinterpreted with elements of 1, 2, 4, 8 or 16 bytes.
 
-        All get the same dtype: the largest that the addresses and strides of all `views` allow.
+        All views get the same dtype: the largest that the addresses and strides of all `views` allow.
         """
         unit = 16
         for view in views:

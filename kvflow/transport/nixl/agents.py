@@ -1,6 +1,7 @@
 """NixlAgents: the two NIXL agents of one registered cache, on the thread `kvflow-agent`, which owns them.
 
-Serving and reading need opposite settings of NIXL (measured; docs/decisions/0002-two-agents.md), so each has an agent:
+Serving and reading need opposite settings of NIXL (measured; docs/decisions/0002-two-agents.md), so there is one agent
+for each:
 
 - The *serving* agent owns the memory that peers read. It must progress while Python does nothing. So it has NIXL's
   progress thread with a long delay: the thread sleeps in poll() on UCX's event descriptors, costs almost nothing when
@@ -84,7 +85,7 @@ class _QueuedRead(NamedTuple):
 class _Request:
     """A NIXL transfer request for one or several reads.
 
-    `handle` is NIXL's; 0 before its creation and after its release.
+    `handle`: NIXL's handle of the request; 0 before NIXL has created the request, and after its release.
     """
 
     reads: Sequence[_QueuedRead]
@@ -95,7 +96,7 @@ class _Request:
 
 
 class NixlAgents:
-    """The serving and the reading NIXL agent, and the reads in flight. Used only on the thread `kvflow-agent`."""
+    """The serving and the reading NIXL agent, and the reads in flight. Only the thread `kvflow-agent` uses them."""
 
     def __init__(
         self, config: Config, name: str, put_event: Callable[[Event], None], has_jobs: Callable[[], bool]
@@ -124,8 +125,9 @@ class NixlAgents:
         self._ended: list[_Request] = []
         """Requests that have ended and are not reported to the event loop yet."""
         self.taken_cost_bytes = 0
-        """Cost of all reads taken from the queue to be posted: their bytes, and `POST_COST_BYTES` for each read. Any
-        thread may read this."""
+        """Summed cost of all reads taken from the queue to be posted; a read costs its bytes and `POST_COST_BYTES`. Any
+        thread may read this number.
+        """
         self._to_post: ShortestFirst[_QueuedRead] = ShortestFirst(POST_COST_BYTES)
         self._keepalive: list[object] = []
         self._active_s = 0.0
@@ -150,7 +152,7 @@ class NixlAgents:
     def busy(self) -> bool:
         """True if a read waits to be posted, is under way, or has ended and is not reported yet.
 
-        Then `close` is illegal.
+        While it is true, `close` is illegal.
         """
         return bool(self._in_flight or self._ended) or self._has_reads_to_post
 
@@ -240,7 +242,8 @@ class NixlAgents:
     def _create_request(self, reads: Sequence[_QueuedRead]) -> None:
         """Create one NIXL request for all of `reads`, which have the same peer and devices.
 
-        If that fails, create a request for each read. If that fails, too, the read ends with the error.
+        If NIXL raises an error, create a request for each read. If NIXL raises an error for a single read, that read
+        ends with the error.
         """
         peer, descriptors = reads[0].peer, reads[0].descriptors
         table, size_bytes = descriptors.table, descriptors.size_bytes
@@ -289,8 +292,8 @@ class NixlAgents:
     def notify(self, peer: AgentName, payload: bytes, join: Join | None) -> None:
         """Queue a notification for `peer`. Reads go first, since sending a notification would delay the next read.
 
-        It is sent once no read has been posted or ended for `_SEND_QUIET_S`, but not later than `_SEND_DELAY_MAX_S`
-        after the first queued one.
+        All queued notifications are sent once no read has been posted or ended for `_SEND_QUIET_S`, but not later than
+        `_SEND_DELAY_MAX_S` after the first of them was queued.
         """
         if not self._outbox:
             self._outbox_since_s = time.monotonic()
@@ -366,7 +369,7 @@ class NixlAgents:
         self.listeners_lost = lost
 
     def close(self) -> None:
-        """Deregister the memory and destroy both agents. Illegal while `busy`."""
+        """Deregister the memory and destroy both agents. The call is illegal while `busy`."""
         assert not self.busy, "agents closed under a running read"
         for agent in (self._reading, self._serving):
             agent.deregister()
@@ -407,8 +410,8 @@ class NixlAgents:
     def _end_request(self, request: _Request, error: TransportError | None) -> None:
         """Mark `request` as ended, with `error` if it failed, to be reported to the loop later.
 
-        If it failed, release it in NIXL, so that no byte can still land. Otherwise flush, if the device needs that to
-        see the bytes that landed.
+        If the request failed, release it in NIXL, so that no byte can still land. Otherwise flush, if the device needs
+        a flush to see the bytes that landed.
         """
         if error is not None:
             self._release([request])

@@ -181,8 +181,8 @@ class NixlTransport:
 
         After `_end_when_idle`, the thread ends as soon as no read is under way.
 
-        Thread `kvflow-agent <name>`: one for each registration. Ends once no read is under way. If it dies, the poller
-        ends and the runtime breaks. NIXL has a progress thread beside it.
+        Thread `kvflow-agent <name>`: one for each registration. This thread ends once no read is under way. If the
+        thread dies, the poller ends and the runtime breaks. NIXL has a progress thread of its own.
         """
         agents = self._agents
         if agents is None:

@@ -93,7 +93,7 @@ class ListeningSocket(NamedTuple):
 
 
 def listening_sockets() -> dict[int, ListeningSocket]:
-    """Return the listening tcp sockets of this process, by file descriptor; none if /proc cannot be read."""
+    """Return the listening tcp sockets of this process, by file descriptor; {} if /proc cannot be read."""
     ports = {}
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         with contextlib.suppress(OSError):
@@ -146,7 +146,7 @@ def new_agent(bindings: ModuleType, name: str, *, progress: bool = False) -> Any
 
 
 def start_agent(backend: str) -> tuple[tuple[str, ...], bool]:
-    """Create an agent as a trial and, if NIXL has the plugin `backend`, that backend.
+    """Create an agent as a trial. If NIXL has the plugin `backend`, also create that backend.
 
     Returns:
         The names of NIXL's plugins, and whether the system's libibverbs was loaded.
@@ -167,7 +167,7 @@ def start_agent(backend: str) -> tuple[tuple[str, ...], bool]:
 def load_verbs() -> bool:
     """Load the system's libibverbs before NIXL's copy, and return whether it is installed.
 
-    No use once UCX has started.
+    The call has no use once UCX has started.
     """
     with contextlib.suppress(OSError):
         ctypes.CDLL(VERBS)  # RTLD_LOCAL: with global scope, as by LD_PRELOAD, the process would crash at exit
