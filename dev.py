@@ -86,12 +86,13 @@ RAY = Environment(
 ENGINES = ("ai-dynamo-runtime==1.6.1", "mooncake-transfer-engine-non-cuda==0.3.13.post1")
 PEERS = Environment(name="peers", group="peers", pip=(("--no-deps", *ENGINES),))
 
+HETERO = ("--prefill-tp", "2", "--decode-tp", "1", "--decode-tp", "4")
 # A command, the environment and group of dependencies that it needs, and what is run there, before the user's options.
 COMMANDS: dict[str, tuple[Environment, str, tuple[str, ...]]] = {
     "demo": (MAIN, "demo", ("examples/disaggregated_chat.py",)),
     "stale": (MAIN, "demo", ("examples/stale.py",)),
     "stale --vllm": (VLLM, "", ("tests/vllm/compare.py", "--only", "stale")),
-    "hetero": (MAIN, "demo", ("examples/hetero_tp.py",)),
+    "hetero": (MAIN, "demo", ("examples/disaggregated_chat.py", *HETERO)),
     # Three at a time on two cores, since many wait. Of a folder of tests that start processes one runs at a time.
     "test": (MAIN, "dev", ("-m", "pytest", "-n", "3")),
     "types": (MAIN, "dev", ("-m", "mypy")),

@@ -20,14 +20,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import torch
 from disaggregated.example import run_example, unpacked_model
+from disaggregated.groups import open_runtime
 from paged_engine import BlockId, Engine, blocks_for
 from paged_engine.tokenizer import ChatTokenizer
 from paged_engine.weights import load_model
@@ -42,14 +42,6 @@ BLOCK_SIZE = 16
 ANSWER_TOKENS = 24
 LEASE_S = 1.5
 LONG_LEASE_S = 60.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """Bob's answer (`text`), and how the read of his blocks ended (`read`)."""
-
-    read: str
-    text: str
 
 
 class Pair:
@@ -72,14 +64,17 @@ class Pair:
         async with aclosing(self.decode.generate(prompt, max_tokens=ANSWER_TOKENS)) as tokens:
             return self._tokenizer.decode([token async for token in tokens])
 
-    async def answer_bob(self, read: Callable[[Sequence[BlockId]], Awaitable[str]]) -> Answer:
-        """Let `read` fill blocks of the decode engine with Bob's prompt, then decode from the prompt's last token."""
+    async def answer_bob(self, read: Callable[[Sequence[BlockId]], Awaitable[str]]) -> tuple[str, str]:
+        """Let `read` fill blocks of the decode engine with Bob's prompt, then decode from the prompt's last token.
+
+        Return how the read ended, as `read` says, and the answer.
+        """
         async with self.decode.reserve(len(self.bob) + ANSWER_TOKENS) as block_ids:
             read_result = await read(block_ids[: blocks_for(len(self.bob), BLOCK_SIZE)])
             last, position = self.bob[-1], len(self.bob) - 1
             decoding = self.decode.decode(last, position=position, block_ids=block_ids, max_tokens=ANSWER_TOKENS)
             async with aclosing(decoding) as tokens:
-                return Answer(read=read_result, text=self._tokenizer.decode([token async for token in tokens]))
+                return read_result, self._tokenizer.decode([token async for token in tokens])
 
 
 # --- the stock way
@@ -119,7 +114,7 @@ class StockAgent:
         )
 
 
-async def answer_by_stock(pair: Pair, *, late: bool) -> Answer:
+async def answer_by_stock(pair: Pair, *, late: bool) -> tuple[str, str]:
     """Return Bob's answer with a stock connector. With `late`, his blocks are reused before they are read."""
     producer, consumer = StockAgent("stock-prefill", pair.prefill), StockAgent("stock-decode", pair.decode)
 
@@ -139,17 +134,12 @@ async def answer_by_stock(pair: Pair, *, late: bool) -> Answer:
 # --- with kvflow
 
 
-@asynccontextmanager
-async def open_runtime(engine_id: str, engine: Engine) -> AsyncIterator[kvflow.Runtime]:
-    async with kvflow.Runtime(kvflow.Config(engine_id=engine_id, listen="tcp://127.0.0.1:0")) as runtime:
-        layout = kvflow.CacheLayout.infer(engine.kv_caches, order="HND", block_size=BLOCK_SIZE)
-        await runtime.register_kv_caches(engine.kv_caches, layout)
-        yield runtime
-
-
-async def answer_by_kvflow(pair: Pair, *, late: bool) -> Answer:
+async def answer_by_kvflow(pair: Pair, *, late: bool) -> tuple[str, str]:
     """Return Bob's answer with kvflow. If the load cannot prove its bytes, the decode engine computes the prompt."""
-    async with open_runtime("prefill-0", pair.prefill) as producer, open_runtime("decode-0", pair.decode) as consumer:
+    configs = [
+        kvflow.Config(engine_id=engine_id, listen="tcp://127.0.0.1:0") for engine_id in ("prefill-0", "decode-0")
+    ]
+    async with open_runtime(configs[0], pair.prefill) as producer, open_runtime(configs[1], pair.decode) as consumer:
 
         async def read(block_ids: Sequence[BlockId]) -> str:
             try:
@@ -201,17 +191,17 @@ What Bob is told:
         correct = True
         for way, answered in (("stock", answer_by_stock), ("kvflow", answer_by_kvflow)):
             for late in (False, True):
-                answer = await answered(pair, late=late)
-                mark = "right" if answer.text == right else "WRONG"
-                print(f"{way}, {'late' if late else 'in time'}: {answer.read}\n    {mark}: {answer.text!r}", flush=True)
+                read, text = await answered(pair, late=late)
+                mark = "right" if text == right else "WRONG"
+                print(f"{way}, {'late' if late else 'in time'}: {read}\n    {mark}: {text!r}", flush=True)
                 expected = of_alice if (way, late) == ("stock", True) else right
-                correct = correct and answer.text == expected
+                correct = correct and text == expected
     return correct and right != of_alice
 
 
 def run(options: argparse.Namespace) -> bool:
     torch.set_num_threads(1)
-    with nullcontext(options.checkpoint) if options.checkpoint else unpacked_model() as checkpoint:
+    with unpacked_model(options.checkpoint) as checkpoint:
         return asyncio.run(compare(checkpoint, options.bob, options.alice))
 
 

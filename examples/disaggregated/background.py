@@ -8,7 +8,7 @@ If a request ends while kvflow may still touch its blocks, it passes the reserva
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -47,9 +47,11 @@ async def load_into(
         return await load
     finally:
         if not load.safe:
-            start_task(_free_when_settled(load, blocks.pop_all()), f"quarantine {request.request_id}")
+            start_task(free_when_settled([load], blocks.pop_all()), f"quarantine {request.request_id}")
 
 
-async def _free_when_settled(load: kvflow.Load, blocks: AsyncExitStack) -> None:
+async def free_when_settled(loads: Sequence[kvflow.Load], blocks: AsyncExitStack) -> None:
+    """Keep `blocks` reserved until no load can write to them."""
     async with blocks:
-        await load.settled()
+        for load in loads:
+            await load.settled()

@@ -22,6 +22,7 @@ from paged_engine.all_reduce import connected_ranks
 from disaggregated.messages import Failure, Message
 from disaggregated.worker import WorkerSettings, run_worker
 
+START_TIMEOUT_S = 180.0
 ANSWER_TIMEOUT_S = 60.0
 EXIT_TIMEOUT_S = 15.0
 KILL_TIMEOUT_S = 2.0
@@ -55,11 +56,11 @@ class Rank:
         except OSError as error:
             raise await self._exit_error() from error
 
-    async def receive(self) -> Any:
+    async def receive(self, timeout_s: float) -> Any:
         """Wait for the next value of an answer and return it; None at the end of the answer. Raises WorkerError."""
         try:
-            if not await asyncio.to_thread(self._pipe.poll, ANSWER_TIMEOUT_S):
-                raise WorkerError(f"{self.name} did not answer within {ANSWER_TIMEOUT_S} s")
+            if not await asyncio.to_thread(self._pipe.poll, timeout_s):
+                raise WorkerError(f"{self.name} did not answer within {timeout_s} s")
             value = self._pipe.recv()
         except (EOFError, OSError) as error:
             raise await self._exit_error() from error
@@ -96,13 +97,13 @@ class EngineProcesses:
 
     async def ready(self) -> None:
         """Wait until all ranks take calls. Raises WorkerError."""
-        await self._receive()
+        await self._receive(START_TIMEOUT_S)
 
     async def call(self, call: Message) -> AsyncGenerator[list[Any], None]:
         """Send a call to all ranks, and yield their answers: each time the next value of every rank."""
         for rank in self.ranks:
             await rank.send(call)
-        while (values := await self._receive()) != [None] * len(self.ranks):
+        while (values := await self._receive(ANSWER_TIMEOUT_S)) != [None] * len(self.ranks):
             yield values
 
     def common(self, values: Sequence[Any]) -> Any:
@@ -111,11 +112,11 @@ class EngineProcesses:
             raise WorkerError(f"{self.engine_id}: its ranks disagree: {values}")
         return values[0]
 
-    async def _receive(self) -> list[Any]:
+    async def _receive(self, timeout_s: float) -> list[Any]:
         """Wait for the next value of each rank. The first failure cancels the other waits."""
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(rank.receive()) for rank in self.ranks]
+                tasks = [group.create_task(rank.receive(timeout_s)) for rank in self.ranks]
         except ExceptionGroup as errors:
             raise WorkerError("; ".join(map(str, errors.exceptions))) from errors
         return [task.result() for task in tasks]

@@ -37,36 +37,20 @@ def require_length(engine: Engine, prompt_count: int, max_tokens: int) -> None:
 
 
 def failure_of(error: Exception) -> Failure:
-    """Translate an exception into the failure that the router gets."""
-    if isinstance(error, RequestTooLongError):
-        return Failure(kind=FailureKind.INVALID, message=str(error))
-    return Failure(kind=_kind_of(error), message=f"{type(error).__name__}: {error}")
-
-
-def _kind_of(error: Exception) -> FailureKind:
-    match error:
-        case OutOfBlocksError():
-            return FailureKind.BUSY
-        case NoFirstTokenError():
-            return FailureKind.PREFILL_AGAIN
-        case KVFlowError():
-            return _kind_of_kvflows(error)
-        case _:
-            return FailureKind.WORKER_FAILED
-
-
-def _kind_of_kvflows(error: KVFlowError) -> FailureKind:
-    """Translate an error of kvflow by its blame.
+    """Translate an exception into the failure that the router gets.
 
     `retryable` is about the same call with the same ticket. The router never repeats that: each attempt has a new
     ticket.
     """
-    match error.blame, error.retryable:
-        case (Blame.PEER, _) | (Blame.NOBODY, False):
-            return FailureKind.PREFILL_AGAIN  # these blocks cannot be loaded, but another worker's can
-        case (Blame.NOBODY, True):
-            return FailureKind.DEADLINE  # only more time would help, and the request has none
-        case (Blame.ENGINE, True):
-            return FailureKind.BUSY
+    match error:
+        case RequestTooLongError():
+            return Failure(kind=FailureKind.INVALID, message=str(error))
+        case OutOfBlocksError() | KVFlowError(blame=Blame.ENGINE, retryable=True):
+            kind = FailureKind.BUSY
+        case NoFirstTokenError() | KVFlowError(blame=Blame.PEER) | KVFlowError(blame=Blame.NOBODY, retryable=False):
+            kind = FailureKind.PREFILL_AGAIN  # these blocks cannot be loaded, but another worker's can
+        case KVFlowError(blame=Blame.NOBODY):
+            kind = FailureKind.DEADLINE  # only more time would help, and the request has none
         case _:  # a bug in kvflow or in this worker, or a ticket that was changed in transit
-            return FailureKind.WORKER_FAILED
+            kind = FailureKind.WORKER_FAILED
+    return Failure(kind=kind, message=f"{type(error).__name__}: {error}")

@@ -30,7 +30,7 @@ async def hand_over(
     request_id: str,
     prompt: list[int],
     max_tokens: int,
-    show: Callable[[int], None] = lambda token: None,
+    show: Callable[[int], None] | None = None,
 ) -> HandOver:
     """Answer the prompt with two engines. Call `show` with each token as it arrives."""
     asked = PrefillRequest(request_id=request_id, prompt=prompt, deadline_s=ANSWER_TIMEOUT_S)
@@ -49,7 +49,8 @@ async def hand_over(
             loaded = await anext(answers)
             async for tokens in answers:
                 token_ids.append(decode.common(tokens))
-                show(token_ids[-1])
+                if show is not None:
+                    show(token_ids[-1])
         (outcomes,) = [outcomes async for outcomes in offered]
     return HandOver(token_ids=token_ids, loaded=loaded, outcomes=outcomes)
 

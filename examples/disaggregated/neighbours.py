@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from paged_engine import BlockId, Engine
 
 import kvflow
-from disaggregated.background import StartTask, load_into
+from disaggregated.background import StartTask, free_when_settled
 from disaggregated.groups import LayerGroups
 from disaggregated.messages import PrefillRequest
 from kvflow.connector.paged_prefix_cache import PagedPrefixCache
@@ -46,37 +46,24 @@ class Neighbours:
     async def pull(self, request: PrefillRequest, block_ids: Sequence[BlockId], blocks: AsyncExitStack) -> int:
         """Load the beginning of the prompt from another worker into reserved blocks. Return the number of its tokens.
 
-        Other workers can no longer load the old content of these blocks. The prompt's last token is never loaded. If
-        the load fails, return 0; if bytes may still land then, raise its error.
+        Other workers can no longer load the old content of these blocks. The prompt's last token is never loaded. If no
+        worker has the beginning, or its load fails, return 0; if bytes may still land then, raise the load's error.
         """
         for pinned in self._cache.remove_reused(block_ids):
             self._sharing.end(pinned)
         keys = prefix_keys(request.prompt[:-1], self._block_size)
         if not request.neighbours or len(keys) * self._block_size < TOKENS_MIN:
             return 0
-        offers = await self._prefixes.seek(
-            PrefixRequest(
-                request.request_id,
-                keys=keys,
-                key_tokens=self._block_size,
-                block_ids=(),
-                peers=request.neighbours,
-            )
-        )
-        for other in offers[1:]:
-            await self._runtime.release_blocks(other.ticket)
-        if not offers:
-            return 0
-        tokens = offers[0].num_tokens
-        load = kvflow.LoadRequest(
+        wanted = PrefixRequest(
             f"{request.request_id}/prefix",
-            ticket=offers[0].ticket,
-            block_ids=self._groups.tables(block_ids, tokens),
+            keys=keys,
+            key_tokens=self._block_size,
+            block_ids={group.name: block_ids[: len(keys)] for group in self._groups.caches},
+            peers=request.neighbours,
         )
         try:
-            await load_into(blocks, self._runtime, load, self._start_task)
-        except kvflow.errors.KVFlowError as error:
-            if getattr(error, "quarantine", None) is not None:
-                raise
-            return 0
-        return tokens
+            return (await self._prefixes.pull(wanted)).num_tokens
+        except BaseException:  # also a cancellation
+            if loads := self._runtime.quarantines:  # one of them may be that of this pull
+                self._start_task(free_when_settled(loads, blocks.pop_all()), f"quarantine {wanted.request_id}")
+            raise

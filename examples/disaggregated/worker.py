@@ -13,8 +13,8 @@ sends None, or dies.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, closing, contextmanager, suppress
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, closing, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -69,29 +69,42 @@ def run_worker(settings: WorkerSettings, router: Connection, peers: Sequence[soc
     """Run a worker in this process until the router sends None or closes its end. `peers` go to the other ranks."""
     # All workers share the machine's cores, and with one thread sums are rounded the same everywhere.
     torch.set_num_threads(1)
-    with closing(AllReduce(settings.shard.tp_rank, peers)) as all_reduce, suppress(asyncio.CancelledError):
+    with closing(AllReduce(settings.shard.tp_rank, peers)) as all_reduce:
         uvloop.run(_run(settings, router, all_reduce))
 
 
 async def _run(settings: WorkerSettings, router: Connection, all_reduce: AllReduce) -> None:
-    calls = _incoming_calls(router)
     with _failures_sent(router):
-        async with _open_worker(settings, all_reduce) as worker:
-            _send(router, None)
-            while True:
-                call = await calls.get()
-                with _failures_sent(router):
-                    async with aclosing(worker.answer(call)) as values:
-                        async for value in values:
-                            _send(router, value)
-                            if isinstance(value, Failure):
-                                break
-                        else:
-                            _send(router, None)
+        model = load_model(settings.checkpoint, settings.shard, reduce=all_reduce)
+        config = kvflow.Config(
+            engine_id=settings.engine_id,
+            tp_rank=settings.shard.tp_rank,
+            tp_size=settings.shard.tp_size,
+            listen="tcp://127.0.0.1:0",
+            model=model.config.name,
+        )
+        # The runtime closes before the engine, because it uses the engine's memory.
+        async with (
+            Engine(
+                model,
+                block_count=settings.block_count,
+                block_size=settings.block_size,
+                # Scatter the blocks, differently in each engine, as in a real engine after some use. All ranks of an
+                # engine scatter them alike, because they must use the same blocks.
+                shuffle_seed=settings.engine_id,
+            ) as engine,
+            open_runtime(config, engine) as runtime,
+            background_tasks() as start_task,
+        ):
+            # A task of its own: when the router leaves, only this is cancelled, and all else is closed in order.
+            serving = asyncio.create_task(_serve(router, _Worker(engine, runtime, start_task)), name="serve")
+            await asyncio.wait([serving])
+            if not serving.cancelled():
+                serving.result()
 
 
-def _incoming_calls(router: Connection) -> asyncio.Queue[Message]:
-    """Return the queue of the router's calls. When the router leaves, cancel the current task."""
+async def _serve(router: Connection, worker: _Worker) -> None:
+    """Answer the router's calls. When it leaves, cancel this task."""
     calls = asyncio.Queue[Message]()
     loop, this = asyncio.get_running_loop(), asyncio.current_task()
 
@@ -107,36 +120,17 @@ def _incoming_calls(router: Connection) -> asyncio.Queue[Message]:
             this.cancel()
 
     loop.add_reader(router.fileno(), receive)
-    return calls
-
-
-@asynccontextmanager
-async def _open_worker(settings: WorkerSettings, all_reduce: AllReduce) -> AsyncIterator[_Worker]:
-    """Open an engine, a runtime with the engine's cache, and background tasks; yield the worker.
-
-    The runtime closes before the engine, because it uses the engine's memory.
-    """
-    model = load_model(settings.checkpoint, settings.shard, reduce=all_reduce)
-    config = kvflow.Config(
-        engine_id=settings.engine_id,
-        tp_rank=settings.shard.tp_rank,
-        tp_size=settings.shard.tp_size,
-        listen="tcp://127.0.0.1:0",
-        model=model.config.name,
-    )
-    async with (
-        Engine(
-            model,
-            block_count=settings.block_count,
-            block_size=settings.block_size,
-            # Scatter the blocks, differently in each engine, as in a real engine after some use. All ranks of an engine
-            # scatter them alike, because they must use the same blocks.
-            shuffle_seed=settings.engine_id,
-        ) as engine,
-        open_runtime(config, engine) as runtime,
-        background_tasks() as start_task,
-    ):
-        yield _Worker(engine, runtime, start_task)
+    _send(router, None)
+    while True:
+        call = await calls.get()
+        with _failures_sent(router):
+            async with aclosing(worker.answer(call)) as values:
+                async for value in values:
+                    _send(router, value)
+                    if isinstance(value, Failure):
+                        break
+                else:
+                    _send(router, None)
 
 
 class _Worker:
@@ -181,5 +175,5 @@ def _failures_sent(router: Connection) -> Iterator[None]:
 
 
 def _send(router: Connection, value: object) -> None:
-    with suppress(OSError):  # the router has left, and `_incoming_calls` ends this worker
+    with suppress(OSError):  # the router has left, and `_serve` ends this worker
         router.send(value)

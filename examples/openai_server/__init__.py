@@ -15,6 +15,6 @@ until they have been read, `disaggregated.decode` loads them. The rest are parts
     failures     the HTTP error for each kind of failure, and whether another attempt may help; pure
     http_io      limit of request bodies, cancellation when a client disconnects, uvicorn
     metrics      the metrics at /metrics
-    processes    `serve`: all processes, restarted when they die
+    serve        all processes on one machine, for a demo
     command      the command line
 """

@@ -17,30 +17,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from disaggregated.messages import Failure, FailureKind, Step
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from paged_engine.tokenizer import ChatTokenizer
 from paged_engine.weights import MODEL_NAME
-from starlette.exceptions import HTTPException
+from starlette import exceptions
 
 from openai_server.answer_text import AnswerText
 from openai_server.attempts import Attempt, AttemptError, Prompt, answer, await_before
 from openai_server.failures import STATUS
 from openai_server.http_io import BodyLimit, ClientGoneError, LiveStream, run_until_disconnect
-from openai_server.metrics import FrontMetrics
+from openai_server.metrics import FrontMetrics, add_metrics
 from openai_server.parameters import CACHE_TOKENS, ChatRequest, CompletionRequest, GenerationRequest
 from openai_server.replies import MODEL, Replies, Reply, error, json_reply, usage_of
 
 logger = logging.getLogger(__name__)
 
 
-class RefusedError(Exception):
-    """A request is invalid. `param` names the parameter at fault."""
-
-    def __init__(self, message: str, *, param: str, http: int = 400, code: str | None = None) -> None:
-        super().__init__(message)
-        self.http = http
-        self.reply = error(message, "invalid_request_error", param=param, code=code)
+def refusal(message: str, *, param: str | None, http: int = 400, code: str | None = None) -> HTTPException:
+    """Return the exception for an invalid request. `param` names the parameter at fault."""
+    return HTTPException(http, error(message, "invalid_request_error", param=param, code=code))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,19 +54,19 @@ class Front:
     async def answer(self, http: Request, request: GenerationRequest) -> Response:
         """Return the whole answer, or a stream if the request asks for one.
 
-        Raises AttemptError, RefusedError and ClientGoneError.
+        Raises AttemptError, HTTPException and ClientGoneError.
         """
         began_s = time.monotonic()
-        replies = Replies(isinstance(request, ChatRequest))
+        replies = Replies(chat=isinstance(request, ChatRequest))
         prompt = await run_until_disconnect(http, self._prompt(replies.id, request))
-        steps = answer(prompt, self.attempt, self.metrics.retried)
+        steps = answer(prompt, self.attempt, lambda kind: self.metrics.retries.labels(kind).inc())
         if not request.stream:
             text = await run_until_disconnect(http, self._text(steps, AnswerText(self.tokenizer, request.stop)))
-            self.metrics.request_ended("ok")
+            self.metrics.requests.labels("ok").inc()
             assert text.finish_reason is not None, "an answer that is not whole is an error"
             usage = usage_of(len(prompt.token_ids), text.token_count)
             return json_reply(replies.whole(text.text, text.finish_reason, usage))
-        first = await run_until_disconnect(http, _first(steps))
+        first = await run_until_disconnect(http, await_before(prompt.deadline, anext(steps)))
         self.metrics.first_token.observe(time.monotonic() - began_s)
         events = self._events(first, steps, replies, request, len(prompt.token_ids))
         return LiveStream(events, steps, media_type="text/event-stream")
@@ -88,7 +84,7 @@ class Front:
         deadline = asyncio.get_running_loop().time() + min(request.deadline_s or self.deadline_s, self.deadline_s)
         if request.model != MODEL_NAME:
             message = f"model {request.model!r} does not exist here; this server has {MODEL_NAME!r}"
-            raise RefusedError(message, param="model", http=404, code="model_not_found")
+            raise refusal(message, param="model", http=404, code="model_not_found")
         assert isinstance(request, ChatRequest | CompletionRequest)
         token_ids = await await_before(deadline, asyncio.to_thread(self._encode, request))
         return Prompt(
@@ -100,32 +96,22 @@ class Front:
         )
 
     def _encode(self, request: ChatRequest | CompletionRequest) -> list[int]:
-        """Return the prompt's tokens. Runs in a thread, because it may take long. Raises RefusedError."""
+        """Return the prompt's tokens. Runs in a thread, because it may take long. Raises HTTPException."""
+        prompt: str | list[int]
         if isinstance(request, ChatRequest):
-            texts = [message.content for message in request.messages]
-            self._require_length("messages", -(-sum(map(len, texts)) // self.tokenizer.longest_token))
-            token_ids = self.tokenizer.encode_messages([message.for_template() for message in request.messages])
-            self._require_length("messages", len(token_ids))
-            return token_ids
-        if isinstance(request.prompt, str):
-            # Refuse a text that cannot fit before tokenizing it, which could take minutes of a core.
-            self._require_length("prompt", -(-len(request.prompt) // self.tokenizer.longest_token))
-            token_ids = self.tokenizer.encode_text(request.prompt)
+            param, prompt = "messages", self.tokenizer.render([message.for_template() for message in request.messages])
         else:
-            token_ids = request.prompt
-            if bad := [token for token in token_ids if not 0 <= token < self.tokenizer.token_count]:
-                raise RefusedError(f"prompt: {bad[0]} is not a token of {MODEL_NAME}", param="prompt")
-        self._require_length("prompt", len(token_ids))
-        if not token_ids:
-            raise RefusedError("prompt: needs at least one token", param="prompt")
-        return token_ids
-
-    def _require_length(self, param: str, at_least: int) -> None:
-        if at_least > CACHE_TOKENS:
-            message = f"This model's maximum context length is {CACHE_TOKENS} tokens. However, your {param} "
-            raise RefusedError(
-                f"{message}resulted in at least {at_least}.", param=param, code="context_length_exceeded"
-            )
+            param, prompt = "prompt", request.prompt
+        if isinstance(prompt, str):
+            # Refuse a text that cannot fit before tokenizing it, which could take minutes of a core.
+            _require_length(param, -(-len(prompt) // self.tokenizer.longest_token))
+            prompt = self.tokenizer.encode_text(prompt)
+        elif bad := [token for token in prompt if not 0 <= token < self.tokenizer.token_count]:
+            raise refusal(f"prompt: {bad[0]} is not a token of {MODEL_NAME}", param="prompt")
+        _require_length(param, len(prompt))
+        if not prompt:
+            raise refusal("prompt: needs at least one token", param="prompt")
+        return prompt
 
     async def _events(
         self,
@@ -158,22 +144,20 @@ class Front:
             logger.info("stream %s failed: %s", replies.id, failed)
             yield _event(_reply_of(failed.failure, None))
         finally:
-            self.metrics.request_ended(outcome)
+            self.metrics.requests.labels(outcome).inc()
 
 
-async def _first(steps: AsyncGenerator[Step, None]) -> Step:
-    try:
-        return await anext(steps)
-    except BaseException:
-        await steps.aclose()
-        raise
+def _require_length(param: str, at_least: int) -> None:
+    if at_least > CACHE_TOKENS:
+        message = f"This model's maximum context length is {CACHE_TOKENS} tokens. However, your {param} "
+        raise refusal(f"{message}resulted in at least {at_least}.", param=param, code="context_length_exceeded")
 
 
 def front_app(front: Front) -> FastAPI:
     """Return the FastAPI application of a front."""
     app = FastAPI(title="kvflow: OpenAI-compatible example server")
     app.add_middleware(BodyLimit)
-    front.metrics.add_to(app)
+    add_metrics(app, front.metrics.registry)
     _add_error_handlers(app, front.metrics)
 
     @app.post("/v1/completions", response_model=None)
@@ -191,7 +175,7 @@ def front_app(front: Front) -> FastAPI:
     @app.get("/v1/models/{name}")
     async def model(name: str) -> Reply:
         if name != MODEL_NAME:
-            raise RefusedError(f"model {name!r} does not exist here", param="model", http=404, code="model_not_found")
+            raise refusal(f"model {name!r} does not exist here", param="model", http=404, code="model_not_found")
         return MODEL
 
     @app.get("/health", response_model=None)
@@ -206,7 +190,7 @@ def _add_error_handlers(app: FastAPI, metrics: FrontMetrics) -> None:
     """Make the application answer every error in OpenAI's format, and count it."""
 
     def refused(outcome: str, reply: Reply, status: int) -> Response:
-        metrics.request_ended(outcome)
+        metrics.requests.labels(outcome).inc()
         return json_reply(reply, status)
 
     @app.exception_handler(AttemptError)
@@ -215,10 +199,6 @@ def _add_error_handlers(app: FastAPI, metrics: FrontMetrics) -> None:
         logger.info("%s failed: %s: %s", request.url.path, failure.kind, raised)
         prompt = "messages" if request.url.path.endswith("/chat/completions") else "prompt"
         return refused(failure.kind, _reply_of(failure, prompt), STATUS[failure.kind].http)
-
-    @app.exception_handler(RefusedError)
-    async def invalid(_: Request, raised: RefusedError) -> Response:
-        return refused(FailureKind.INVALID, raised.reply, raised.http)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, raised: RequestValidationError) -> Response:
@@ -230,13 +210,15 @@ def _add_error_handlers(app: FastAPI, metrics: FrontMetrics) -> None:
         message = f"{param}: {why}" if param else why
         return refused(FailureKind.INVALID, error(message, "invalid_request_error", param=param), 400)
 
-    @app.exception_handler(HTTPException)
-    async def unknown(_: Request, raised: HTTPException) -> Response:
-        return refused(FailureKind.INVALID, error(str(raised.detail), "invalid_request_error"), raised.status_code)
+    @app.exception_handler(exceptions.HTTPException)
+    async def invalid(_: Request, raised: exceptions.HTTPException) -> Response:
+        detail: Any = raised.detail  # that of `refusal` is a whole reply
+        reply = detail if isinstance(detail, dict) else error(detail, "invalid_request_error")
+        return refused(FailureKind.INVALID, reply, raised.status_code)
 
     @app.exception_handler(ClientGoneError)
     async def client_gone(_: Request, __: ClientGoneError) -> Response:
-        metrics.request_ended("client_gone")
+        metrics.requests.labels("client_gone").inc()
         return Response(status_code=499)  # the client does not see it
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, Protocol, TypeVar
 
@@ -25,8 +24,11 @@ The router closes first: otherwise it could send a request on a connection that 
 SHUTDOWN_TIMEOUT_S = 3
 
 
-class ClientGoneError(Exception):
+class ClientGoneError(HTTPException):
     """The client has disconnected, so no answer is needed."""
+
+    def __init__(self) -> None:
+        super().__init__(499)
 
 
 class BodyLimit:
@@ -92,10 +94,12 @@ async def _wait_disconnect(request: Request) -> None:
         pass
 
 
-async def serve_http(app: FastAPI, listening: socket.socket) -> None:
+async def serve_http(app: FastAPI, host: str, port: int) -> None:
     """Serve `app` until SIGTERM or Ctrl-C. Open streams then get `SHUTDOWN_TIMEOUT_S` to finish."""
     config = uvicorn.Config(
         app,
+        host=host,
+        port=port,
         access_log=False,
         log_level="warning",
         timeout_keep_alive=SERVER_KEEP_ALIVE_S,
@@ -105,4 +109,4 @@ async def serve_http(app: FastAPI, listening: socket.socket) -> None:
     # because this process is ending anyway.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    await uvicorn.Server(config).serve([listening])
+    await uvicorn.Server(config).serve()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from fastapi import FastAPI, Response
 from paged_engine import Engine
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -25,29 +23,17 @@ class FrontMetrics:
     """Metrics of the front: requests, time to the first token, retries, workers that are up."""
 
     def __init__(self) -> None:
-        self._registry = registry = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()
         prefix = "openai_server"
-        self._requests = Counter(f"{prefix}_requests_total", "Requests by outcome", ["outcome"], registry=registry)
+        self.requests = Counter(f"{prefix}_requests_total", "Requests by outcome", ["outcome"], registry=registry)
         self.first_token = Histogram(
             f"{prefix}_time_to_first_token_seconds",
             "From a request to its first token, streamed requests only",
             buckets=REQUEST_BUCKETS_S,
             registry=registry,
         )
-        self._retries = Counter(f"{prefix}_retries_total", "Attempts that failed", ["kind"], registry=registry)
-        self._up = Gauge(f"{prefix}_workers_up", "Workers that take requests", ["role"], registry=registry)
-
-    def request_ended(self, outcome: str) -> None:
-        self._requests.labels(outcome).inc()
-
-    def retried(self, kind: str) -> None:
-        self._retries.labels(kind).inc()
-
-    def watch_workers(self, role: str, up: Callable[[], int]) -> None:
-        self._up.labels(role).set_function(up)
-
-    def add_to(self, app: FastAPI) -> None:
-        add_metrics(app, self._registry)
+        self.retries = Counter(f"{prefix}_retries_total", "Attempts that failed", ["kind"], registry=registry)
+        self.up = Gauge(f"{prefix}_workers_up", "Workers that take requests", ["role"], registry=registry)
 
 
 class WorkerMetrics:

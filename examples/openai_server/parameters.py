@@ -6,12 +6,11 @@ send a penalty of 0 or an empty list of tools. A parameter that cannot change th
 
 from __future__ import annotations
 
-import json
 import random
 from typing import Annotated, Any, Literal
 
 from paged_engine import GREEDY, Sampling
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 CACHE_TOKENS = 4096
 """Tokens in a worker's cache, and so the maximum length of a prompt with its answer.
@@ -19,57 +18,17 @@ CACHE_TOKENS = 4096
 The cache takes about 180 MiB: 30 layers, K and V, 3 heads of 64 float32 values for each token.
 """
 SEED_MAX = 2**63 - 1
-IGNORED = frozenset(
-    {"user", "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options"}
-    | {"prompt_cache_retention", "safety_identifier", "service_tier"}
-)
-VALUES_WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("n", "best_of"), ("1",)),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_logprobs"), ("0", "0.0")),
-    **dict.fromkeys(("echo", "logprobs", "store"), ("false",)),
-    **dict.fromkeys(("tool_choice", "function_call"), ('"none"', '"auto"')),
-    **dict.fromkeys(("tools", "functions"), ("[]",)),
-    "logit_bias": ("{}",),
-    "suffix": ('""',),
-    "modalities": ('["text"]',),
-    "response_format": ('{"type": "text"}',),
-    "reasoning_effort": ('"none"',),
-    "verbosity": ('"medium"',),
-    **dict.fromkeys(("audio", "moderation", "web_search_options"), ()),
-}
-"""Unsupported parameters, each with the values, as JSON, that change no answer. A value of null never changes it."""
+
+# Types of values that change no answer; null never changes one.
+One = Literal[1] | None
+Zero = Annotated[float, Field(ge=0, le=0)] | None
+No = Literal[False] | None
+Empty = Annotated[list[Any] | dict[str, Any], Field(max_length=0)] | None
 
 
-def _stops(value: object) -> tuple[str, ...]:
-    stops = () if value is None else (value,) if isinstance(value, str) else value
-    if not isinstance(stops, list | tuple) or not all(
-        isinstance(stop, str) and 0 < len(stop) <= 1000 for stop in stops
-    ):
-        raise ValueError("expected a string or a list of strings, of 1 to 1000 characters each")
-    if len(stops) > 4:
-        raise ValueError(f"expected at most 4 strings, got {len(stops)}")
-    return tuple(stops)
-
-
-def _one_prompt(value: object) -> object:
-    """Validate a prompt: a text or its tokens. OpenAI also allows a list of prompts; here it may have one entry."""
-    if isinstance(value, list) and value and isinstance(value[0], str | list):
-        if len(value) > 1:
-            raise ValueError(f"this server answers one prompt a request, got {len(value)}")
-        value = value[0]
-    if isinstance(value, str) or (isinstance(value, list) and all(type(token) is int for token in value)):
-        return value
-    raise ValueError("expected a text, or a list of tokens")
-
-
-def _text_of(content: object) -> object:
-    """Return the content of a message as one text, joined from its parts if it has several."""
-    if not isinstance(content, list):
-        return content
-    texts = [text for part in content if isinstance(part, dict) and isinstance(text := part.get("text"), str)]
-    if len(texts) < len(content) or any(part.get("type") != "text" for part in content):
-        raise ValueError("this server reads text only: expected parts of type 'text', each with a 'text'")
-    return "".join(texts)
+def _utf8(text: str) -> str:
+    """Return a text that UTF-8 can carry: JSON may hold half of a surrogate pair. Raises UnicodeEncodeError."""
+    return text.encode().decode()
 
 
 class StreamOptions(BaseModel):
@@ -79,7 +38,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """The parameters common to both kinds of requests."""
+    """The parameters common to both kinds of requests. Any other parameter is refused by name."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -91,28 +50,22 @@ class GenerationRequest(BaseModel):
     """Sampling temperature. None means 0, greedy (with OpenAI it means 1)."""
     top_p: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
     seed: int | None = Field(default=None, ge=-SEED_MAX - 1, le=SEED_MAX)
-    stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
+    stop: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=1000)], ...],
+        Field(max_length=4),
+        BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop or ()),
+    ] = ()
     deadline_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Maximum time of the whole answer. Not OpenAI's: pass `extra_body={"deadline_s": 5}` to the openai client."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_parameters_without_effect(cls, given: Any) -> Any:
-        """Drop parameters without effect. An unknown parameter that remains is refused by name."""
-        if not isinstance(given, dict):
-            return given
-        try:
-            json.dumps(given, ensure_ascii=False).encode()
-        except UnicodeEncodeError:  # JSON may hold half of a surrogate pair
-            raise ValueError("expected texts that UTF-8 can carry") from None
-        return {
-            name: value
-            for name, value in given.items()
-            if name not in IGNORED
-            and not (
-                name in VALUES_WITHOUT_EFFECT and (value is None or json.dumps(value) in VALUES_WITHOUT_EFFECT[name])
-            )
-        }
+    # Not supported, with a value that changes no answer.
+    n: One = None
+    presence_penalty: Zero = None
+    frequency_penalty: Zero = None
+    logit_bias: Empty = None
+    # Ignored.
+    user: Any = None
+    metadata: Any = None
 
     @property
     def include_usage(self) -> bool:
@@ -129,14 +82,36 @@ class GenerationRequest(BaseModel):
         )
 
 
+def _one_prompt(prompt: object) -> object:
+    """Validate a prompt: a text or its tokens. OpenAI also allows a list of prompts; here it may have one entry."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        if len(prompt) > 1:
+            raise ValueError(f"this server answers one prompt a request, got {len(prompt)}")
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return _utf8(prompt)
+    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
+        return prompt
+    raise ValueError("expected a text, or a list of tokens")
+
+
 class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
     prompt: Annotated[str | list[int], BeforeValidator(_one_prompt)]
+    best_of: One = None
+    echo: No = None
+    logprobs: None = None
+    suffix: Literal[""] | None = None
 
     @property
     def token_limit(self) -> int:
         return self.max_tokens or 16  # OpenAI's default
+
+
+class TextPart(BaseModel):
+    type: Literal["text"]
+    text: Annotated[str, AfterValidator(_utf8)]
 
 
 class ChatMessage(BaseModel):
@@ -145,11 +120,15 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_text_of)]
+    content: Annotated[
+        list[TextPart],
+        BeforeValidator(lambda text: [{"type": "text", "text": text}] if isinstance(text, str) else text),
+    ]
 
     def for_template(self) -> dict[str, str]:
         """Return the message in the form that chat templates expect."""
-        return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        text = "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
 class ChatRequest(GenerationRequest):
@@ -158,6 +137,30 @@ class ChatRequest(GenerationRequest):
     messages: list[ChatMessage] = Field(min_length=1, max_length=CACHE_TOKENS)
     """The conversation. The limit is enough, because each message takes at least one token."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
+
+    # Not supported, with a value that changes no answer.
+    logprobs: No = None
+    store: No = None
+    top_logprobs: Zero = None
+    tools: Empty = None
+    functions: Empty = None
+    tool_choice: Literal["none", "auto"] | None = None
+    function_call: Literal["none", "auto"] | None = None
+    response_format: dict[Literal["type"], Literal["text"]] | None = None
+    modalities: list[Literal["text"]] | None = None
+    reasoning_effort: Literal["none"] | None = None
+    verbosity: Literal["medium"] | None = None
+    audio: None = None
+    moderation: None = None
+    web_search_options: None = None
+    # Ignored.
+    parallel_tool_calls: Any = None
+    prediction: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    safety_identifier: Any = None
+    service_tier: Any = None
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatRequest:

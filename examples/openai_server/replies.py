@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from dataclasses import dataclass, field
 from typing import Any
 
 from disaggregated.messages import FinishReason
@@ -18,16 +17,13 @@ RETRY_AFTER_S = 2
 """Value of Retry-After in a 503: a worker restarts, or a burst of requests passes, within some seconds."""
 
 
-@dataclass(frozen=True, slots=True)
 class Replies:
     """Makes the replies to one request, in the format of its endpoint: chat or completions."""
 
-    chat: bool
-    id: str = field(init=False)
-    _created: int = field(default_factory=lambda: int(time.time()))
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "id", f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}")
+    def __init__(self, *, chat: bool) -> None:
+        self.chat = chat
+        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
 
     def whole(self, text: str, reason: FinishReason, usage: Reply) -> Reply:
         """Return the reply with a whole answer."""

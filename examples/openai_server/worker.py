@@ -1,4 +1,6 @@
-"""A worker of the service: an engine, a kvflow runtime with its cache, and one of the workers of `disaggregated`.
+"""A worker of the service: an engine, a kvflow runtime with its cache, and both workers of `disaggregated`.
+
+Whether it prefills or decodes is the router's choice.
 
 POST   /prefill               PrefillRequest -> Offered, or a Failure
 DELETE /prefill/<request id>  withdraw the offer: these blocks will not be loaded
@@ -8,11 +10,10 @@ GET    /health                200 if the worker can take requests
 
 from __future__ import annotations
 
-import logging
+import argparse
 import os
-import socket
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -32,7 +33,6 @@ from openai_server.failures import STATUS
 from openai_server.http_io import (
     SHUTDOWN_TIMEOUT_S,
     BodyLimit,
-    ClientGoneError,
     LiveStream,
     run_until_disconnect,
     serve_http,
@@ -41,9 +41,6 @@ from openai_server.metrics import WorkerMetrics, add_metrics
 from openai_server.parameters import CACHE_TOKENS
 from openai_server.replies import Reply, json_reply
 
-logger = logging.getLogger(__name__)
-
-Role = Literal["prefill", "decode"]
 RequestT = TypeVar("RequestT", bound=Message)
 
 BLOCK_SIZE = 16
@@ -61,40 +58,54 @@ def open_engine(name: str, checkpoint: Path) -> Engine:
     )
 
 
-async def run_worker(name: str, role: Role, listening: socket.socket, checkpoint: Path, *, share: bool) -> None:
-    """Run a worker until SIGTERM or Ctrl-C. With `share`, prefill workers load prefixes from each other."""
+async def run_worker(options: argparse.Namespace) -> None:
+    """Run a worker until SIGTERM or Ctrl-C. With `share_prefixes`, prefill workers load prefixes from each other."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
-    host = listening.getsockname()[0]
-    listen = f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"
-    config = kvflow.Config(engine_id=name, listen=listen, model=MODEL_NAME, drain_timeout_s=SHUTDOWN_TIMEOUT_S)
-    prefixes = Prefixes() if share and role == "prefill" else None
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    config = kvflow.Config(
+        engine_id=options.name, listen=f"tcp://{host}:0", model=MODEL_NAME, drain_timeout_s=SHUTDOWN_TIMEOUT_S
+    )
+    prefixes = Prefixes() if options.share_prefixes else None
     parts = [] if prefixes is None else [prefixes]
-    async with open_engine(name, checkpoint) as engine:
+    async with open_engine(options.name, options.checkpoint) as engine:
         metrics = WorkerMetrics()
         metrics.show(engine)
         async with open_runtime(config, engine, [metrics.kvflow], parts) as runtime, background_tasks() as start_task:
             metrics.kvflow.watch(runtime)
-            app = worker_app(name, engine, runtime)
+            prefill = PrefillWorker(engine, runtime, start_task, prefixes=prefixes)
+            app = worker_app(engine, runtime, prefill, DecodeWorker(engine, runtime, start_task))
             add_metrics(app, metrics.registry)
-            if role == "prefill":
-                add_prefill(app, PrefillWorker(engine, runtime, start_task, prefixes=prefixes))
-            else:
-                add_decode(app, DecodeWorker(engine, runtime, start_task))
-            await serve_http(app, listening)
+            await serve_http(app, options.host, options.port)
 
 
-def worker_app(name: str, engine: Engine, runtime: kvflow.Runtime) -> FastAPI:
-    """Return the part of the application common to both kinds of workers: /health and error handlers."""
-    app = FastAPI(title=f"worker {name}")
+def worker_app(engine: Engine, runtime: kvflow.Runtime, prefill: PrefillWorker, decode: DecodeWorker) -> FastAPI:
+    """Return the application of a worker, which takes requests of both kinds."""
+    app = FastAPI(title=f"worker {runtime.config.engine_id}")
     app.add_middleware(BodyLimit)
+
+    async def compute(request: Request) -> Response:
+        lease = await run_until_disconnect(request, prefill.prefill(await _read(request, PrefillRequest)))
+        return Response(Offered(ticket=lease.ticket.to_params()).written(), media_type="application/json")
+
+    async def generate(request: Request) -> Response:
+        generation = await run_until_disconnect(request, decode.decode(await _read(request, DecodeRequest)))
+        lines = (step.written() + b"\n" async for step in generation.steps())
+        return LiveStream(lines, generation, media_type="application/x-ndjson")
+
+    app.add_route("/prefill", compute, methods=["POST"])
+    app.add_route("/decode", generate, methods=["POST"])
+
+    @app.delete("/prefill/{request_id}", status_code=204)
+    async def release(request_id: str) -> None:
+        prefill.release(request_id)
 
     @app.get("/health", response_model=None)
     async def health() -> Response:
         good = runtime.state is kvflow.RuntimeState.OPEN and not runtime.statistics().transport.unreachable
         statistics = engine.statistics()
         reply: Reply = {
-            "name": name,
+            "name": runtime.config.engine_id,
             "pid": os.getpid(),
             "runtime": runtime.state,
             "address": runtime.introduce().address,
@@ -103,42 +114,13 @@ def worker_app(name: str, engine: Engine, runtime: kvflow.Runtime) -> FastAPI:
         }
         return json_reply(reply, 200 if good else 503)
 
-    async def expected(_: Request, error: Exception) -> Response:
+    async def failed(_: Request, error: Exception) -> Response:
         failure = failure_of(error)
         return Response(failure.written(), STATUS[failure.kind].http, media_type="application/json")
 
-    async def client_gone(_: Request, __: Exception) -> Response:
-        return Response(status_code=499)  # the client does not see it
-
     for kind in EXPECTED_ERRORS:
-        app.add_exception_handler(kind, expected)
-    app.add_exception_handler(ClientGoneError, client_gone)
+        app.add_exception_handler(kind, failed)
     return app
-
-
-def add_prefill(app: FastAPI, worker: PrefillWorker) -> None:
-    """Add the endpoints of a prefill worker."""
-
-    async def prefill(request: Request) -> Response:
-        lease = await run_until_disconnect(request, worker.prefill(await _read(request, PrefillRequest)))
-        return Response(Offered(ticket=lease.ticket.to_params()).written(), media_type="application/json")
-
-    app.add_route("/prefill", prefill, methods=["POST"])
-
-    @app.delete("/prefill/{request_id}", status_code=204)
-    async def release(request_id: str) -> None:
-        worker.release(request_id)
-
-
-def add_decode(app: FastAPI, worker: DecodeWorker) -> None:
-    """Add the endpoint of a decode worker."""
-
-    async def decode(request: Request) -> Response:
-        generation = await run_until_disconnect(request, worker.decode(await _read(request, DecodeRequest)))
-        lines = (step.written() + b"\n" async for step in generation.steps())
-        return LiveStream(lines, generation, media_type="application/x-ndjson")
-
-    app.add_route("/decode", decode, methods=["POST"])
 
 
 async def _read(request: Request, kind: type[RequestT]) -> RequestT:

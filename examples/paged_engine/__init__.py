@@ -4,7 +4,7 @@ It takes the place of a real engine, and does not use kvflow. The examples use i
 `reserve`, which reserves blocks for an `async with`, `prefill` and `decode`.
 """
 
-from paged_engine.cache import BlockId, BlockPool, CacheShape, OutOfBlocksError, blocks_for
+from paged_engine.cache import BlockId, BlockPool, OutOfBlocksError, blocks_for
 from paged_engine.engine import Engine, EngineStatistics
 from paged_engine.model import LlamaModel, ModelConfig
 from paged_engine.sampling import GREEDY, Sampling
@@ -13,7 +13,6 @@ __all__ = [
     "GREEDY",
     "BlockId",
     "BlockPool",
-    "CacheShape",
     "Engine",
     "EngineStatistics",
     "LlamaModel",

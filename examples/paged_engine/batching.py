@@ -11,22 +11,12 @@ removed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
-from functools import partial
 from typing import Generic, TypeVar
 
 Step = TypeVar("Step")
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Waiting(Generic[Step]):
-    """A step in the queue, and the future of its token."""
-
-    step: Step
-    token: asyncio.Future[int]
 
 
 class StepBatcher(Generic[Step]):
@@ -40,59 +30,47 @@ class StepBatcher(Generic[Step]):
         self._compute = compute
         self._executor = executor
         self._batch_size = batch_size
-        self._queue: list[_Waiting[Step]] = []
-        self._running: asyncio.Future[Sequence[int]] | None = None
+        self._queue: dict[asyncio.Future[int], Step] = {}
+        """The steps that wait, by the future of their token."""
+        self._running: asyncio.Task[None] | None = None
         self.batch_count = 0
         """Number of batches started."""
 
     async def step(self, step: Step) -> int:
         """Compute a step in some batch, and return its token."""
-        waiting = _Waiting(step=step, token=asyncio.get_running_loop().create_future())
-        self._queue.append(waiting)
+        token: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._queue[token] = step
         if self._running is None:
             self._start()
         try:
-            return await waiting.token
+            return await token
         except asyncio.CancelledError:
-            if waiting in self._queue:
-                self._queue.remove(waiting)
-            elif self._running is not None:
+            if self._queue.pop(token, None) is None and self._running is not None:
                 await wait_done(self._running)
             raise
 
     def _start(self) -> None:
         """Start a batch of the first steps in the queue. Do nothing if the queue is empty."""
-        batch, self._queue = self._queue[: self._batch_size], self._queue[self._batch_size :]
-        if not batch:
-            self._running = None
-            return
+        batch = {token: self._queue.pop(token) for token in list(self._queue)[: self._batch_size]}
+        self._running = asyncio.create_task(self._run(batch), name="batch") if batch else None
+
+    async def _run(self, batch: Mapping[asyncio.Future[int], Step]) -> None:
+        loop = asyncio.get_running_loop()
         self.batch_count += 1
-        steps = [waiting.step for waiting in batch]
         try:
-            self._running = asyncio.get_running_loop().run_in_executor(self._executor, self._compute, steps)
-        except RuntimeError as error:  # the executor was shut down
-            self._running = None
-            _fail([*batch, *self._queue], error)
-            self._queue = []
+            results = await wait_through_cancel(
+                loop.run_in_executor(self._executor, self._compute, list(batch.values()))
+            )
+        except Exception as error:  # noqa: BLE001 - it goes to all requests of the batch
+            for token in batch:
+                if not token.done():  # otherwise its request was cancelled
+                    token.set_exception(error)
         else:
-            self._running.add_done_callback(partial(self._end_batch, batch))
-
-    def _end_batch(self, batch: Sequence[_Waiting[Step]], done: asyncio.Future[Sequence[int]]) -> None:
-        error = done.exception()
-        if error is not None:
-            _fail(batch, error)
-        else:
-            for waiting, token in zip(batch, done.result(), strict=True):
-                if not waiting.token.done():  # otherwise its request was cancelled
-                    waiting.token.set_result(token)
+            for token, result in zip(batch, results, strict=True):
+                if not token.done():
+                    token.set_result(result)
         # In the next turn of the loop: requests that have just got a token can queue their next step first.
-        asyncio.get_running_loop().call_soon(self._start)
-
-
-def _fail(batch: Sequence[_Waiting[Step]], error: BaseException) -> None:
-    for waiting in batch:
-        if not waiting.token.done():
-            waiting.token.set_exception(error)
+        loop.call_soon(self._start)
 
 
 async def wait_through_cancel(future: asyncio.Future[Result]) -> Result:

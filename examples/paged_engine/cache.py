@@ -12,7 +12,6 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NewType
 
 import torch
@@ -70,31 +69,25 @@ class BlockPool:
         self._free.extend(block_ids)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheShape:
-    """Shape of each layer of a paged KV cache."""
-
-    block_count: int
-    kv_head_count: int
-    block_size: int
-    head_dim: int
-
-    @property
-    def dimensions(self) -> tuple[int, int, int, int, int]:
-        """Sizes of the tensor's axes: K and V, blocks, then HND inside a block (heads, tokens, values)."""
-        return (2, self.block_count, self.kv_head_count, self.block_size, self.head_dim)
-
-
 class PagedKVCache:
     """One tensor per layer, allocated once and never moved, so that other code can register its memory."""
 
-    def __init__(self, layer_names: Iterable[str], shape: CacheShape, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        layer_names: Iterable[str],
+        *,
+        block_count: int,
+        kv_head_count: int,
+        block_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+    ) -> None:
+        # K and V, blocks, then HND inside a block (heads, tokens, values).
+        shape = (2, block_count, kv_head_count, block_size, head_dim)
         # `zeros`, not `empty`: every page is touched now, so the first transfer has no page faults.
-        self.tensors = {name: torch.zeros(shape.dimensions, dtype=dtype) for name in layer_names}
-        self.shape = shape
-
-    def __repr__(self) -> str:
-        return f"PagedKVCache({len(self.tensors)} layers, {self.shape})"
+        self.tensors = {name: torch.zeros(shape, dtype=dtype) for name in layer_names}
+        self.block_count = block_count
+        self.block_size = block_size
 
     def pages(self, block_ids: Sequence[BlockId]) -> Pages:
         """Return the view of the cache through the block table of one sequence."""
@@ -106,7 +99,7 @@ class Pages:
 
     def __init__(self, cache: PagedKVCache, block_ids: Sequence[BlockId]) -> None:
         self._tensors = cache.tensors
-        self._block_size = cache.shape.block_size
+        self._block_size = cache.block_size
         self._table = torch.tensor(block_ids, dtype=torch.long)
 
     @property

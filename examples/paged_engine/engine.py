@@ -23,7 +23,7 @@ from typing import Self
 import torch
 
 from paged_engine.batching import StepBatcher, wait_through_cancel
-from paged_engine.cache import BlockId, BlockPool, CacheShape, OutOfBlocksError, PagedKVCache, blocks_for
+from paged_engine.cache import BlockId, BlockPool, OutOfBlocksError, PagedKVCache, blocks_for
 from paged_engine.model import Chunk, LlamaModel
 from paged_engine.sampling import GREEDY, Sampling
 
@@ -37,19 +37,6 @@ class EngineStatistics:
     steps: int
     tokens_prefilled: int
     """Number of prompt tokens computed by this engine."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeStep:
-    """The computation of a sequence's next token, and how to choose the token."""
-
-    chunk: Chunk
-    sampling: Sampling
-
-    @property
-    def position(self) -> int:
-        """Position of the new token in its sequence."""
-        return self.chunk.start + len(self.chunk.token_ids)
 
 
 class Engine:
@@ -71,14 +58,15 @@ class Engine:
         `prefill_tokens` is the number of prompt tokens computed in one step; decode steps run between these steps.
         """
         config = model.config
-        shape = CacheShape(
+        self._model = model
+        self._cache = PagedKVCache(
+            model.layer_names,
             block_count=block_count,
             kv_head_count=config.kv_head_count,
             block_size=block_size,
             head_dim=config.head_dim,
+            dtype=model.dtype,
         )
-        self._model = model
-        self._cache = PagedKVCache(model.layer_names, shape, dtype=model.dtype)
         self._pool = BlockPool(block_count, shuffle_seed=shuffle_seed)
         self._reserve_timeout_s = reserve_timeout_s
         # The first request in the queue waits for free blocks, the others wait for the lock: first come, first served.
@@ -90,9 +78,6 @@ class Engine:
         self._prefill_tokens = prefill_tokens
         self._prefills = 0
         self._tokens_prefilled = 0
-
-    def __repr__(self) -> str:
-        return f"Engine({self._pool}, {self._cache})"
 
     async def __aenter__(self) -> Self:
         return self
@@ -110,17 +95,13 @@ class Engine:
         return self._cache.tensors
 
     @property
-    def model_name(self) -> str:
-        return self._model.config.name
-
-    @property
     def windows(self) -> Mapping[str, int]:
         """Window of each layer in tokens, by layer name; 0: the layer attends to all tokens."""
         return self._model.windows
 
     @property
     def block_size(self) -> int:
-        return self._cache.shape.block_size
+        return self._cache.block_size
 
     @property
     def vocabulary_size(self) -> int:
@@ -135,7 +116,7 @@ class Engine:
     @property
     def token_count_max(self) -> int:
         """Maximum length of a sequence, limited by the model and by the cache."""
-        return min(self._model.config.position_count_max, self._cache.shape.block_count * self.block_size)
+        return min(self._model.config.position_count_max, self._cache.block_count * self.block_size)
 
     def statistics(self) -> EngineStatistics:
         return EngineStatistics(
@@ -212,8 +193,7 @@ class Engine:
         for current in range(position, position + max_tokens):
             if token == self.eos_token_id:
                 return
-            chunk = Chunk(token_ids=[token], start=current, pages=pages)
-            token = await self._decoding.step(DecodeStep(chunk=chunk, sampling=sampling))
+            token = await self._decoding.step((Chunk(token_ids=[token], start=current, pages=pages), sampling))
             yield token
 
     async def generate(
@@ -232,7 +212,7 @@ class Engine:
 
     def _block_count(self, token_count: int) -> int:
         count = blocks_for(token_count, self.block_size)
-        block_count = self._cache.shape.block_count
+        block_count = self._cache.block_count
         position_count_max = self._model.config.position_count_max
         if count > block_count:
             raise OutOfBlocksError(f"{token_count} tokens need {count} blocks, the cache has {block_count}")
@@ -253,7 +233,7 @@ class Engine:
                 f"blocks: {count} wanted, {self._pool.free_count} free after {self._reserve_timeout_s} s"
             ) from None
 
-    def _compute(self, steps: Sequence[DecodeStep]) -> list[int]:
+    def _compute(self, steps: Sequence[tuple[Chunk, Sampling]]) -> list[int]:
         """Run the model over a batch, in the worker thread. Return the next token of each sequence."""
-        logits = self._model.forward_batch([step.chunk for step in steps], row_count=self._batch_size)
-        return [step.sampling.choose(row, step.position) for step, row in zip(steps, logits, strict=True)]
+        logits = self._model.forward_batch([chunk for chunk, _ in steps], row_count=self._batch_size)
+        return [sampling.choose(row, chunk.stop) for (chunk, sampling), row in zip(steps, logits, strict=True)]

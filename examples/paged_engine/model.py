@@ -13,9 +13,9 @@ The rounding of a matrix product depends on the number of rows, but not on the c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, repeat
+from itertools import repeat
 
 import torch
 from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
@@ -49,21 +49,6 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWeights:
-    """The weights of one decoder layer."""
-
-    attention_norm: torch.Tensor
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    output: torch.Tensor
-    mlp_norm: torch.Tensor
-    gate: torch.Tensor
-    up: torch.Tensor
-    down: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """The next tokens of one sequence, at positions start, start + 1, ... `pages` hold all earlier tokens."""
 
@@ -71,24 +56,19 @@ class Chunk:
     start: int
     pages: Pages
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One sequence in a batch: its rows in the matrix of tokens, its pages, and its attention masks."""
-
-    rows: slice
-    pages: Pages
-    start: int
-    context_count: int
-    masks: Mapping[int, torch.Tensor]
-    """Attention masks by the window of a layer."""
+    @property
+    def stop(self) -> int:
+        """Position after the last token."""
+        return self.start + len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """The sequences of one forward pass, and the cosine and sine of the position of each row."""
 
-    parts: Sequence[Part]
+    chunks: Sequence[Chunk]
+    masks: Sequence[Mapping[int, torch.Tensor]]
+    """Attention masks of each chunk, by the window of a layer."""
     cos: torch.Tensor
     sin: torch.Tensor
 
@@ -104,17 +84,14 @@ class LlamaModel:
     def __init__(self, config: ModelConfig, weights: Mapping[str, torch.Tensor], *, reduce: Reduce = no_reduce) -> None:
         self.config = config
         self._reduce = reduce
+        self._weights = weights
         self._embedding = weights["model.embed_tokens.weight"]
-        self._norm = weights["model.norm.weight"]
-        self._layers = {
-            layer_name(index): _layer_weights(weights, layer_name(index)) for index in range(config.layer_count)
-        }
         self.windows = {layer_name(index): config.window_of(index) for index in range(config.layer_count)}
         """Window of each layer in tokens, by layer name; 0: the layer attends to all tokens."""
 
     @property
     def layer_names(self) -> tuple[str, ...]:
-        return tuple(self._layers)
+        return tuple(self.windows)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -144,61 +121,57 @@ class LlamaModel:
         token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
         batch = self._batch(chunks, row_count)
         hidden = embedding(_rows(token_ids, row_count), self._embedding)
-        for name, layer in self._layers.items():
-            attended = self._attention(name, layer, self._normed(hidden, layer.attention_norm), batch)
+        for layer in self.layer_names:
+            attended = self._attention(layer, self._normed(hidden, f"{layer}.input_layernorm"), batch)
             hidden = hidden + self._reduce(attended)
-            hidden = hidden + self._reduce(_mlp(layer, self._normed(hidden, layer.mlp_norm)))
+            hidden = hidden + self._reduce(self._mlp(layer, self._normed(hidden, f"{layer}.post_attention_layernorm")))
         return hidden
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         # Tied embeddings: the output projection is the embedding itself.
-        return linear(self._normed(hidden, self._norm), self._embedding)
+        return linear(self._normed(hidden, "model.norm"), self._embedding)
 
     def _batch(self, chunks: Sequence[Chunk], row_count: int) -> Batch:
-        positions = [chunk.start + index for chunk in chunks for index in range(len(chunk.token_ids))]
+        assert all(0 < chunk.stop <= chunk.pages.capacity for chunk in chunks), "a sequence outgrew its blocks"
+        positions = [position for chunk in chunks for position in range(chunk.start, chunk.stop)]
         cos, sin = _rotation(_rows(positions, row_count), self.config)
-        ends = accumulate(len(chunk.token_ids) for chunk in chunks)
         windows = {*self.windows.values()}
-        parts = [_part(chunk, end, windows) for chunk, end in zip(chunks, ends, strict=True)]
-        return Batch(parts=parts, cos=cos, sin=sin)
+        masks = [{window: _mask(chunk.start, chunk.stop, window) for window in windows} for chunk in chunks]
+        return Batch(chunks=chunks, masks=masks, cos=cos, sin=sin)
 
-    def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def _normed(self, hidden: torch.Tensor, name: str) -> torch.Tensor:
+        weight = self._weights[f"{name}.weight"]
         return rms_norm(hidden, weight.shape, weight, self.config.norm_eps)
 
-    def _heads(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Project, and split the result into heads: [tokens, heads, head_dim]."""
-        return linear(hidden, weight).view(len(hidden), -1, self.config.head_dim)
+    def _linear(self, hidden: torch.Tensor, name: str) -> torch.Tensor:
+        return linear(hidden, self._weights[f"{name}.weight"])
 
-    def _attention(self, name: str, layer: LayerWeights, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
-        query = _rotated(self._heads(hidden, layer.query), batch)
-        key = _rotated(self._heads(hidden, layer.key), batch)
-        value = self._heads(hidden, layer.value)
+    def _heads(self, hidden: torch.Tensor, name: str) -> torch.Tensor:
+        """Project, and split the result into heads: [tokens, heads, head_dim]."""
+        return self._linear(hidden, name).view(len(hidden), -1, self.config.head_dim)
+
+    def _attention(self, layer: str, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        query = _rotated(self._heads(hidden, f"{layer}.self_attn.q_proj"), batch)
+        key = _rotated(self._heads(hidden, f"{layer}.self_attn.k_proj"), batch)
+        value = self._heads(hidden, f"{layer}.self_attn.v_proj")
         attended = torch.zeros_like(query)
-        for part in batch.parts:
-            part.pages.write(name, part.start, key[part.rows], value[part.rows])
-            context, mask = part.pages.read(name, part.context_count), part.masks[self.windows[name]]
-            attended[part.rows] = _attended(query[part.rows], *context, mask)
-        return linear(attended.flatten(1), layer.output)
+        row = 0
+        for chunk, masks in zip(batch.chunks, batch.masks, strict=True):
+            rows = slice(row, row := row + len(chunk.token_ids))
+            chunk.pages.write(layer, chunk.start, key[rows], value[rows])
+            context = chunk.pages.read(layer, chunk.stop)
+            attended[rows] = _attended(query[rows], *context, masks[self.windows[layer]])
+        return self._linear(attended.flatten(1), f"{layer}.self_attn.o_proj")
+
+    def _mlp(self, layer: str, hidden: torch.Tensor) -> torch.Tensor:
+        gate, up = self._linear(hidden, f"{layer}.mlp.gate_proj"), self._linear(hidden, f"{layer}.mlp.up_proj")
+        return self._linear(silu(gate) * up, f"{layer}.mlp.down_proj")
 
 
 def _rows(numbers: Sequence[int], row_count: int) -> torch.Tensor:
     """Return a tensor with one number for each row, and zeros for rows of padding."""
     assert len(numbers) <= row_count, "more tokens than rows"
     return torch.tensor([*numbers, *repeat(0, row_count - len(numbers))])
-
-
-def _part(chunk: Chunk, end: int, windows: Iterable[int]) -> Part:
-    """Return the `Part` of a chunk, with its last token in the row before `end`."""
-    token_count = len(chunk.token_ids)
-    context_count = chunk.start + token_count
-    assert 0 < context_count <= chunk.pages.capacity, "the sequence outgrew its blocks"
-    return Part(
-        rows=slice(end - token_count, end),
-        pages=chunk.pages,
-        start=chunk.start,
-        context_count=context_count,
-        masks={window: _mask(chunk.start, context_count, window) for window in windows},
-    )
 
 
 def _mask(start: int, stop: int, window: int) -> torch.Tensor:
@@ -224,20 +197,6 @@ def layer_name(index: int) -> str:
     return f"model.layers.{index}"
 
 
-def _layer_weights(weights: Mapping[str, torch.Tensor], prefix: str) -> LayerWeights:
-    return LayerWeights(
-        attention_norm=weights[f"{prefix}.input_layernorm.weight"],
-        query=weights[f"{prefix}.self_attn.q_proj.weight"],
-        key=weights[f"{prefix}.self_attn.k_proj.weight"],
-        value=weights[f"{prefix}.self_attn.v_proj.weight"],
-        output=weights[f"{prefix}.self_attn.o_proj.weight"],
-        mlp_norm=weights[f"{prefix}.post_attention_layernorm.weight"],
-        gate=weights[f"{prefix}.mlp.gate_proj.weight"],
-        up=weights[f"{prefix}.mlp.up_proj.weight"],
-        down=weights[f"{prefix}.mlp.down_proj.weight"],
-    )
-
-
 def _rotation(positions: torch.Tensor, config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cosine and sine of RoPE's angles at each position, [tokens, 1, head_dim]."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
@@ -250,7 +209,3 @@ def _rotated(heads: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Apply RoPE in the half-split order of Hugging Face checkpoints: value i rotates with value i + head_dim / 2."""
     first, second = heads.chunk(2, dim=-1)
     return heads * batch.cos + torch.cat((-second, first), dim=-1) * batch.sin
-
-
-def _mlp(layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:
-    return linear(silu(linear(hidden, layer.gate)) * linear(hidden, layer.up), layer.down)

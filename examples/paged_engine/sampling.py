@@ -22,13 +22,9 @@ class Sampling:
     """Draw only among the likeliest tokens that together have this probability, and at least one token."""
     seed: int = 0
 
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0.0
-
     def choose(self, logits: torch.Tensor, position: int) -> int:
         """Choose the token at `position` of its sequence by its logits."""
-        if self.is_greedy:
+        if self.temperature == 0.0:
             return int(logits.argmax())
         # Subtract the largest logit first; otherwise a temperature near 0 would give infinities.
         probabilities = ((logits.double() - logits.max()) / self.temperature).softmax(dim=-1)

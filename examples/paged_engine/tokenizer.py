@@ -25,15 +25,14 @@ class ChatTokenizer:
 
     def encode_chat(self, prompt: str) -> list[int]:
         """Return the tokens of one user message in the chat template, up to where the answer begins."""
-        return self.encode_messages([{"role": "user", "content": prompt}])
+        return self.encode_text(self.render([{"role": "user", "content": prompt}]))
 
-    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Return the tokens of a conversation in the chat template, up to where the next answer begins.
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Return a conversation in the chat template, up to where the next answer begins.
 
         Each message has "role" and "content".
         """
-        text = self._template.render(messages=[dict(message) for message in messages], add_generation_prompt=True)
-        return self.encode_text(text)
+        return self._template.render(messages=[dict(message) for message in messages], add_generation_prompt=True)
 
     def encode_text(self, text: str) -> list[int]:
         """Return the tokens of a text without the chat template. Other Python threads can run meanwhile."""

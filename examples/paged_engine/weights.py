@@ -62,8 +62,11 @@ def require_modules(*names: str) -> None:
         )
 
 
-def write_checkpoint(directory: Path) -> None:
-    """Write weights in float32, config and tokenizer to a directory, for `load_model` and `ChatTokenizer`."""
+def write_checkpoint(directory: Path, *, window: int = 0, full_attention_every: int = 1) -> None:
+    """Write weights in float32, config and tokenizer to a directory, for `load_model` and `ChatTokenizer`.
+
+    With `window` layers attend to a sliding window, for which the model was not trained (see `ModelConfig`).
+    """
     require_modules(*REQUIRED_MODULES)
     from gguf import GGUFReader
 
@@ -77,6 +80,8 @@ def write_checkpoint(directory: Path) -> None:
         rope_theta=_value(reader, "llama.rope.freq_base"),
         position_count_max=_value(reader, "llama.context_length"),
         eos_token_id=_value(reader, "tokenizer.ggml.eos_token_id"),
+        window=window,
+        full_attention_every=full_attention_every,
     )
     write_weights(dict(_tensors(reader, config.head_dim)), config, directory)
     _write_tokenizer(reader, directory)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -128,8 +127,3 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float) -> fl
             raise TimeoutError(f"not within {timeout_s:g} s: {what}; Serve says {serve.status()}")
         time.sleep(POLL_S)
     return time.monotonic() - began_s
-
-
-def kill_process(pid: int) -> None:
-    """Kill a process of this machine with SIGKILL."""
-    os.kill(pid, signal.SIGKILL)

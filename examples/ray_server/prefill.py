@@ -67,8 +67,5 @@ class Prefill:
     async def check_health(self) -> None:
         self._replica.check()
 
-    async def metrics(self) -> str:
-        return self._replica.metrics_text()
-
     async def __del__(self) -> None:
         await self._replica.close()

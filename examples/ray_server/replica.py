@@ -12,11 +12,9 @@ from typing import Any
 
 from disaggregated.background import StartTask, background_tasks
 from disaggregated.groups import LayerGroups
-from openai_server.metrics import WorkerMetrics
 from openai_server.worker import open_engine
 from paged_engine import Engine
 from paged_engine.weights import MODEL_NAME
-from prometheus_client import generate_latest
 
 from kvflow import Part
 from kvflow.ray import Lifetime, RayMetrics, ReplicaRuntime
@@ -29,7 +27,6 @@ class ReplicaComponents:
     engine: Engine
     kvflow: ReplicaRuntime
     start_task: StartTask
-    metrics: WorkerMetrics
 
     @property
     def name(self) -> str:
@@ -76,20 +73,19 @@ class Replica:
         used = {"blocks_free": statistics.blocks_free, "blocks_used": statistics.blocks_used}
         return self.components.kvflow.routing_stats() | used
 
-    def metrics_text(self) -> str:
-        return generate_latest(self.components.metrics.registry).decode()
-
 
 @asynccontextmanager
 async def _open_components(checkpoint: Path, parts: Sequence[Part]) -> AsyncIterator[ReplicaComponents]:
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
-    shown, metrics = RayMetrics(), WorkerMetrics()
-    replica = ReplicaRuntime(model=MODEL_NAME, observers=[shown, metrics.kvflow], parts=parts)
-    async with open_engine(replica.place.engine_id, checkpoint) as engine:
-        metrics.show(engine)
-        async with replica, background_tasks() as start_task:
-            await replica.runtime.register_kv_caches(LayerGroups(engine).caches)
-            start_task(shown.watch(replica.runtime), "metrics")
-            yield ReplicaComponents(engine=engine, kvflow=replica, start_task=start_task, metrics=metrics)
-            await replica.drain()  # before the background tasks, which keep leased blocks, are ended
+    shown = RayMetrics()
+    replica = ReplicaRuntime(model=MODEL_NAME, observers=[shown], parts=parts)
+    async with (
+        open_engine(replica.place.engine_id, checkpoint) as engine,
+        replica,
+        background_tasks() as start_task,
+    ):
+        await replica.runtime.register_kv_caches(LayerGroups(engine).caches)
+        start_task(shown.watch(replica.runtime), "metrics")
+        yield ReplicaComponents(engine=engine, kvflow=replica, start_task=start_task)
+        await replica.drain()  # before the background tasks, which keep leased blocks, are ended

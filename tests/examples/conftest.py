@@ -169,8 +169,7 @@ def settings(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
     from disaggregated import engines, example
     from disaggregated.worker import WorkerSettings
 
-    slow = 4 * engines.ANSWER_TIMEOUT_S  # workers start together, on any host
-    monkeypatch.setattr(engines, "ANSWER_TIMEOUT_S", slow)
+    monkeypatch.setattr(engines, "ANSWER_TIMEOUT_S", 4 * engines.ANSWER_TIMEOUT_S)  # a host may be busy
     for name in ("NIXL_LOG_LEVEL", "UCX_LOG_LEVEL", "UCX_TLS"):
         monkeypatch.delenv(name, raising=False)
     example.set_worker_environment("shm")

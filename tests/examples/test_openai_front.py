@@ -35,8 +35,8 @@ class Letters:
         self.asked.append(text)
         return [ord(letter) for letter in text]
 
-    def encode_messages(self, messages: list[dict[str, str]]) -> list[int]:
-        return self.encode_text("".join(message["content"] for message in messages))
+    def render(self, messages: list[dict[str, str]]) -> str:
+        return "".join(message["content"] for message in messages)
 
     def decode(self, token_ids: list[int]) -> str:
         return "".join(map(chr, token_ids))
@@ -147,11 +147,11 @@ async def test_json_is_taken_whatever_it_is_called(kind: str | None) -> None:
     ("path", "body", "param", "message"),
     [
         ("completions", b"{", None, "JSON"),
-        ("completions", WHOLE | {"n": 2}, "n", "n: this server does not support it"),
-        ("completions", WHOLE | {"\ud800": 2}, None, "UTF-8 can carry"),
+        ("completions", WHOLE | {"n": 2}, "n", "n: Input should be 1"),
+        ("completions", WHOLE | {"\ud800": 2}, None, "unicode string"),
         ("completions", WHOLE | {"prompt": ""}, "prompt", "at least one token"),
         ("completions", WHOLE | {"prompt": [1, 10**9]}, "prompt", "1000000000 is not a token"),
-        ("completions", WHOLE | {"prompt": "\ud800"}, None, "UTF-8 can carry"),
+        ("completions", WHOLE | {"prompt": "\ud800"}, "prompt", "surrogates not allowed"),
         ("chat/completions", CHAT | {"messages": []}, "messages", "at least 1 item"),
         ("completions", WHOLE | {"prompt": "x" * (CACHE_TOKENS + 1)}, "prompt", "maximum context length is 4096"),
         ("completions", WHOLE | {"prompt": [5] * (CACHE_TOKENS + 1)}, "prompt", "maximum context length is 4096"),

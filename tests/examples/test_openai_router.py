@@ -17,7 +17,7 @@ from disaggregated.messages import DecodeRequest, Failure, FailureKind, Offered,
 from openai_server import router as router_module
 from openai_server.attempts import AttemptError, Prompt, answer
 from openai_server.failures import STATUS
-from openai_server.router import Router, Workers
+from openai_server.router import Router, Worker
 from paged_engine import OutOfBlocksError
 from tests_support import turns, until
 
@@ -186,18 +186,17 @@ async def scene(*, share: bool = False) -> AsyncIterator[Scene]:
     """Leaving it waits until all releases have been sent."""
     scripted = {role: [Scripted(f"{role}-{index}") for index in range(2)] for role in ("prefill", "decode")}
     async with AsyncExitStack() as stack:
-        roles = []
-        for role, workers in scripted.items():
-            servers = [await stack.enter_async_context(TestServer(worker.app())) for worker in workers]
-            urls = {
-                worker.name: f"http://127.0.0.1:{server.port}" for worker, server in zip(workers, servers, strict=True)
-            }
-            roles.append(Workers(role, urls))
-            for worker in roles[-1].all:
-                roles[-1].note_health(worker, {"address": f"tcp://{worker.name}:1"})
+        workers = []
+        for role, of_role in scripted.items():
+            for one in of_role:
+                server = await stack.enter_async_context(TestServer(one.app()))
+                workers.append(Worker(one.name, role, f"http://127.0.0.1:{server.port}"))
         client = await stack.enter_async_context(aiohttp.ClientSession())
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        yield Scene(Router(*roles, client, tasks, share=share), **scripted)
+        router = Router(workers, client, tasks, share=share)
+        for worker in workers:
+            router.note_health(worker, {"address": f"tcp://{worker.name}:1"})
+        yield Scene(router, **scripted)
 
 
 async def test_the_prompt_is_computed_here_and_the_answer_there() -> None:
@@ -231,19 +230,19 @@ async def test_what_fails_before_the_first_token_is_tried_again_elsewhere(role: 
 
 async def test_a_worker_whose_connection_fails_is_left_out_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_module, "PROBE_S", 0.0)
-    async with scene() as s, aiohttp.ClientSession() as client:
+    async with scene() as s:
         s.decode[0].script = [dies]
         assert await s.tokens() == ANSWER
         assert s.router.health()["status"] == "degraded"
-        (lost,) = [worker for worker in s.router.decode.all if not worker.up]
-        s.router.prefill.note_health(s.router.prefill.all[0], {})
-        s.router.prefill.note_health(s.router.prefill.all[1], {})
+        (lost,) = [worker for worker in s.router.workers if not worker.up]
+        prefill, other = s.router.up("prefill")
+        s.router.note_health(prefill, {})
+        s.router.note_health(other, {})
         assert s.router.health()["status"] == "down"
-        watching = asyncio.create_task(s.router.decode.watch(client, lost))
-        prefill = s.router.prefill.all[0]
+        watching = asyncio.create_task(s.router.watch(lost))
         waiting = asyncio.create_task(s.tokens())
         await turns(3)
-        s.router.prefill.note_health(prefill, {"address": "tcp://prefill-0:1"})
+        s.router.note_health(prefill, {"address": "tcp://prefill-0:1"})
         assert await waiting == ANSWER, "a request waits for a worker that comes back"
         await until(lambda: lost.up)
         watching.cancel()
@@ -291,8 +290,8 @@ async def test_the_deadline_ends_every_wait_and_releases_the_blocks(role: str) -
 async def test_where_no_worker_comes_back_the_client_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_module, "WORKER_WAIT_S", 0.05)
     async with scene() as s:
-        for worker in s.router.decode.all:
-            s.router.decode.note_health(worker, {})
+        for worker in s.router.up("decode"):
+            s.router.note_health(worker, {})
         with pytest.raises(AttemptError, match="no decode worker is up"):
             await s.tokens()
 

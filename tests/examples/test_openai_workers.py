@@ -17,7 +17,7 @@ from disaggregated.groups import LayerGroups
 from disaggregated.messages import DecodeRequest, Failure, FailureKind, FirstToken, Offered, PrefillRequest, Step
 from disaggregated.prefill import PrefillWorker
 from openai_server.metrics import WorkerMetrics
-from openai_server.worker import add_decode, add_prefill, worker_app
+from openai_server.worker import worker_app
 from paged_engine import GREEDY, Engine, LlamaModel, Sampling
 from paged_engine.weights import load_model
 from tests_support import until
@@ -196,9 +196,7 @@ async def test_what_can_never_fit_is_refused(workers: Workers) -> None:
 
 async def test_over_http_a_worker_answers_failures_in_its_own_words(workers: Workers) -> None:
     side = workers.prefill_side
-    app = worker_app("prefill-0", side.engine, side.runtime)
-    add_prefill(app, workers.prefill)
-    add_decode(app, workers.decode)
+    app = worker_app(side.engine, side.runtime, workers.prefill, workers.decode)
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://worker") as client:
         offered = await client.post("/prefill", content=request_of().written())
         ticket = Offered.read(offered.content).ticket

@@ -23,7 +23,7 @@ from paged_engine import (
     Sampling,
     blocks_for,
 )
-from paged_engine.cache import CacheShape, PagedKVCache, Pages
+from paged_engine.cache import PagedKVCache, Pages
 from paged_engine.model import Chunk
 from paged_engine.tokenizer import ChatTokenizer, TextStream
 from paged_engine.weights import load_model, read_checkpoint
@@ -238,8 +238,8 @@ class TestEngine:
     def test_company_does_not_change_a_bit(self, model: WatchedModel) -> None:
         def logits(prompts: Sequence[Sequence[int]]) -> torch.Tensor:
             """The first decode step of each, computed together."""
-            shape = CacheShape(block_count=40, kv_head_count=2, block_size=4, head_dim=8)
-            cache = PagedKVCache(model.layer_names, shape, dtype=torch.float32)
+            shape = {"block_count": 40, "kv_head_count": 2, "block_size": 4, "head_dim": 8}
+            cache = PagedKVCache(model.layer_names, **shape, dtype=torch.float32)
             pool = BlockPool(40)
             chunks = []
             for prompt in prompts:
@@ -324,4 +324,4 @@ class TestRealModel:
             assert all(later.startswith(earlier) for earlier, later in pairwise(pieces))
         messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why 42?"}]
         text = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        assert ours.encode_messages(messages) == theirs.encode(text, add_special_tokens=False)
+        assert ours.encode_text(ours.render(messages)) == theirs.encode(text, add_special_tokens=False)

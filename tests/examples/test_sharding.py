@@ -12,7 +12,7 @@ import pytest
 import torch
 from paged_engine import LlamaModel, ModelConfig, all_reduce
 from paged_engine.all_reduce import AllReduce, RankLostError, connected_ranks
-from paged_engine.cache import BlockId, CacheShape, PagedKVCache
+from paged_engine.cache import BlockId, PagedKVCache
 from paged_engine.sharding import Shard, divisible_kv_heads, take_shard
 from paged_engine.weights import read_checkpoint
 from tests_support import WAIT_S
@@ -31,10 +31,14 @@ def whole(tiny: Model) -> Whole:
 
 def computed(model: LlamaModel) -> tuple[torch.Tensor, torch.Tensor]:
     """The logits after a prefill and one decode step, and the cache of all layers that they leave."""
-    shape = CacheShape(
-        block_count=5, kv_head_count=model.config.kv_head_count, block_size=4, head_dim=model.config.head_dim
+    cache = PagedKVCache(
+        model.layer_names,
+        block_count=5,
+        kv_head_count=model.config.kv_head_count,
+        block_size=4,
+        head_dim=model.config.head_dim,
+        dtype=model.dtype,
     )
-    cache = PagedKVCache(model.layer_names, shape, dtype=model.dtype)
     pages = cache.pages(BLOCK_IDS)
     logits = [model.forward(PROMPT, 0, pages), model.forward([7], len(PROMPT), pages)]
     return torch.stack(logits), torch.stack(list(cache.tensors.values()))

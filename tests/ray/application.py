@@ -72,6 +72,11 @@ class TestDecode(Decode.func_or_class):  # type: ignore[misc, name-defined]
             return type(error).__name__
         return "read"
 
+    async def steps(self) -> int:
+        """How many steps the model has taken."""
+        steps: int = self._replica.components.engine.statistics().steps
+        return steps
+
     async def sources_left(self) -> int:
         """How often a load has gone on with another prefill replica."""
         sources_left: int = self._replica.components.kvflow.runtime.statistics().loading.sources_left

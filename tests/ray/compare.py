@@ -14,12 +14,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
+import sys
 import time
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from statistics import median
 
-from openai_server.processes import start_service
-from ray_server.cluster import kill_process, local_cluster, wait_until
+from ray_server.cluster import local_cluster, wait_until
 
 from tests.ray.fleet import WHOLE_S, Fleet, fixed
 from tests.support.server_load import ALL_QUESTIONS, Load, Tally, answers_alone, run_client
@@ -44,11 +48,9 @@ def main() -> None:
 
 
 async def in_turns(fleet: Fleet, rounds: int) -> dict[str, Tally]:
-    workers = {"prefill": 1, "decode": 1, "host": "127.0.0.1", "port": 0, "share_prefixes": False}
-    options = argparse.Namespace(**workers, checkpoint=Path(fleet.checkpoint), deadline_s=120.0)
     load = Load(clients=1, requests=2, tokens=TOKENS)
-    async with start_service(options) as service:
-        urls = {"example server": service.url, "Ray Serve": fleet.cluster.url}
+    async with example_server(fleet.checkpoint) as url:
+        urls = {"example server": url, "Ray Serve": fleet.cluster.url}
         tallies = {name: Tally() for name in urls}
         for url in urls.values():  # the first hand-over includes a handshake
             await run_client(url, load, 0, fleet.right, Tally())
@@ -56,6 +58,23 @@ async def in_turns(fleet: Fleet, rounds: int) -> dict[str, Tally]:
             for name in sorted(urls, reverse=bool(index % 2)):
                 await run_client(urls[name], load, index, fleet.right, tallies[name])
     return tallies
+
+
+@asynccontextmanager
+async def example_server(checkpoint: str) -> AsyncIterator[str]:
+    """The example server with one worker of each kind; its URL."""
+    words = ("serve", "--port", "0", "--checkpoint", checkpoint, "--deadline-s", "120")
+    process = await asyncio.create_subprocess_exec(sys.executable, "examples/openai_server", *words, stdout=PIPE)
+    assert process.stdout is not None
+    try:
+        async for line in process.stdout:
+            if line.startswith(b"ready: "):
+                yield line.decode().split()[1].removesuffix("/v1")
+                return
+        raise RuntimeError("the example server did not start")
+    finally:
+        process.terminate()
+        await process.wait()
 
 
 def report(tallies: dict[str, Tally]) -> None:
@@ -78,7 +97,7 @@ def killed(fleet: Fleet, clients: int) -> None:
     with fleet.under_load(load) as tally:
         wait_until(lambda: tally.ended >= clients // 2, "the load has begun", 120.0)
         pid = next(iter(fleet.pids("Decode")))
-        kill_process(pid)
+        os.kill(pid, signal.SIGKILL)
         began_s = time.monotonic()
         wait_until(lambda: fleet.count("Decode") < 2, "Serve has seen it", WHOLE_S)
         wait_until(lambda: fleet.count("Decode") == 2, "there are two again", WHOLE_S)

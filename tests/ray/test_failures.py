@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import urllib.request
 from pathlib import Path
 
 import pytest
-from ray_server.cluster import HEAD, kill_process, wait_until
+from ray_server.cluster import HEAD, wait_until
 
 from tests.ray.fleet import WHOLE_S, Fleet, fixed
 from tests.support.server_load import Load
@@ -22,7 +24,7 @@ def test_a_replica_is_killed_under_load(fleet: Fleet, deployment: str) -> None:
     with fleet.under_load() as tally:
         fleet.begun(tally)
         killed = next(iter(fleet.pids(deployment)))
-        kill_process(killed)
+        os.kill(killed, signal.SIGKILL)
         took_s = wait_until(lambda: len(set(fleet.pids(deployment)) - {killed}) == 2, "it is replaced", WHOLE_S)
     print(f"{deployment}: {tally.right} right, {dict(tally.failed)}, replaced after {took_s:.1f} s")
     if deployment == "Prefill":
@@ -39,7 +41,7 @@ def test_a_load_goes_on_with_another_prefill_replica(fleet: Fleet, tmp_path: Pat
     with fleet.under_load(Load(clients=1, requests=1, tokens=12)) as tally:
         wait_until(lambda: not halt.exists() and open_loads(fleet) == 1, "the load waits for its blocks", WHOLE_S)
         (halted,) = tmp_path.iterdir()
-        kill_process(int(halted.name.removeprefix("halt-")))
+        os.kill(int(halted.name.removeprefix("halt-")), signal.SIGKILL)
     assert (tally.right, dict(tally.failed)) == (1, {})
     assert (sum(fleet.ask("Decode", "sources_left")) - left, retries_of(fleet) - retries) == (1, 0)
     wait_until(fleet.whole, "whole again, all blocks free", WHOLE_S)
