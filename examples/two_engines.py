@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -52,7 +51,7 @@ async def prefill(options: argparse.Namespace) -> None:
         lease = runtime.serve_blocks(
             kvflow.ServeRequest("one", block_ids, num_tokens=len(block_ids) * BLOCK_SIZE, ready=record_event(options))
         )
-        write_atomically(options.ticket, json.dumps(lease.ticket.to_params()))
+        options.ticket.write_text(json.dumps(lease.ticket.to_params()))
         print(f"offered {options.blocks} blocks on {options.device}: the ticket is in {options.ticket}", flush=True)
         print(f"the lease ended as {await lease}")
 
@@ -105,13 +104,6 @@ def record_event(options: argparse.Namespace) -> Any:
     happened = torch.cuda.Event()  # type: ignore[no-untyped-call]
     happened.record()
     return happened
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file atomically, so that a process that waits for the file never sees part of it."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text)
-    os.replace(part, path)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,10 @@
 
     python examples/openai_server serve --prefill 2 --decode 2
 
+It shows an engine behind FastAPI with what a service needs: prompts that are read while they are computed, another
+attempt with other workers if one fails, one deadline for all of it, blocks that are freed when a client hangs up, an
+orderly end, and kvflow's metrics beside the engine's.
+
 The workers are those of `disaggregated`. Read their modules first: `disaggregated.prefill` offers blocks and keeps them
 until they have been read, `disaggregated.decode` loads them. The rest are parts that any service has:
 

@@ -46,7 +46,7 @@ class StepBatcher(Generic[Step]):
             return await token
         except asyncio.CancelledError:
             if self._queue.pop(token, None) is None and self._running is not None:
-                await wait_done(self._running)
+                await wait_through_cancel(self._running)
             raise
 
     def _start(self) -> None:
@@ -74,16 +74,7 @@ class StepBatcher(Generic[Step]):
 
 
 async def wait_through_cancel(future: asyncio.Future[Result]) -> Result:
-    """Return the future's result. If cancelled, wait for the future's end before raising CancelledError."""
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        await wait_done(future)
-        raise
-
-
-async def wait_done(future: asyncio.Future[Result]) -> None:
-    """Wait until `future` is done, even if cancelled several times. Raise CancelledError then, if cancelled."""
+    """Return the future's result. If cancelled, even several times, wait for its end before raising CancelledError."""
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:
@@ -92,3 +83,4 @@ async def wait_done(future: asyncio.Future[Result]) -> None:
             cancelled = error
     if cancelled is not None:
         raise cancelled
+    return future.result()

@@ -155,24 +155,19 @@ class Engine:
         the last, `computed` is called on the loop with the number of tokens in the blocks. If cancelled, wait until the
         running step has ended, so that nothing writes to the blocks afterwards.
         """
-        if not prompt:
-            raise ValueError("prompt: needs at least one token")
+        if not start < len(prompt):
+            raise ValueError(f"start: {start} tokens of a prompt of {len(prompt)}, needs at least one token to compute")
         pages, loop = self._cache.pages(block_ids), asyncio.get_running_loop()
 
-        def step(start: int) -> torch.Tensor:
-            return self._model.forward(prompt[start : start + self._prefill_tokens], start, pages)
+        def step(start: int, stop: int) -> int:
+            return sampling.choose(self._model.forward(prompt[start:stop], start, pages), len(prompt))
 
-        def last_step(start: int) -> int:
-            return sampling.choose(step(start), len(prompt))
-
-        *starts, last = range(start, len(prompt), self._prefill_tokens)
-        for begin in starts:
+        for begin in range(start, len(prompt), self._prefill_tokens):
+            end = min(begin + self._prefill_tokens, len(prompt))
             self._prefills += 1
-            await wait_through_cancel(loop.run_in_executor(self._executor, step, begin))
-            if computed is not None:
-                computed(begin + self._prefill_tokens)
-        self._prefills += 1
-        token = await wait_through_cancel(loop.run_in_executor(self._executor, last_step, last))
+            token = await wait_through_cancel(loop.run_in_executor(self._executor, step, begin, end))
+            if computed is not None and end < len(prompt):  # the token of such a step is of no use
+                computed(end)
         self._tokens_prefilled += len(prompt) - start
         return token
 

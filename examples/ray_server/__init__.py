@@ -3,6 +3,10 @@
     python3 dev.py ray                       a cluster of three nodes on this machine, and the service on it
     serve deploy examples/ray_server/service.yaml
 
+It shows kvflow in replicas that Serve starts, scales and kills: a decode replica owns the hand-over, and its load goes
+on with another prefill replica if one dies; a router that knows free blocks and prefixes; replicas that drain before
+they end.
+
 Reading order:
 
     prefill      a deployment that computes prompts and offers their blocks

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import Any
 
 from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, RunningReplica
 
-from ray_server.ranking import Candidate, RoutedRequest, ranked
+from ray_server.ranking import ranked
 
 PREFIX_TOKENS = 64
 
@@ -22,19 +23,17 @@ class FreeBlocksRouter(FIFOMixin, RequestRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        candidates = [
-            Candidate(name, int(replica.routing_stats.get("blocks_free", 0))) for name, replica in by_name.items()
-        ]
-        return [[by_name[name] for name in rank] for rank in ranked(candidates, _routed_request(pending_request))]
+        free = {name: int(replica.routing_stats.get("blocks_free", 0)) for name, replica in by_name.items()}
+        return [[by_name[name] for name in rank] for rank in ranked(free, **_facts(pending_request))]
 
 
-def _routed_request(pending: PendingRequest | None) -> RoutedRequest:
-    """Return the facts of a pending request: of its first argument, a PrefillRequest, and of `avoid`."""
+def _facts(pending: PendingRequest | None) -> dict[str, Any]:
+    """Return the arguments of `ranked` for a request: of its first argument, a PrefillRequest, and of `avoid`."""
     if pending is None or not pending.args:
-        return RoutedRequest()
+        return {}
     prompt: Sequence[int] = getattr(pending.args[0], "prompt", ())
     tokens = len(prompt) + getattr(pending.args[0], "max_tokens", 0)
-    return RoutedRequest(tokens, _digest(prompt[:PREFIX_TOKENS]), frozenset(pending.kwargs.get("avoid", ())))
+    return {"tokens": tokens, "prefix": _digest(prompt[:PREFIX_TOKENS]), "avoid": pending.kwargs.get("avoid", ())}
 
 
 def _digest(prefix: Sequence[int]) -> str:

@@ -15,6 +15,7 @@ import pytest
 from openai_server import serve as module
 from openai_server.command import main
 from openai_server.serve import serve
+from tests_support import until
 
 SCRIPT = """
 import json, os, pathlib, signal, sys, time
@@ -72,8 +73,7 @@ async def test_a_process_that_dies_later_is_started_again(
     fake("")
 
     async def began(count: int) -> None:
-        while len(list(tmp_path.glob("began-*"))) < count:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(list(tmp_path.glob("began-*"))) >= count)
 
     up = asyncio.Event()
 

@@ -5,46 +5,49 @@ from __future__ import annotations
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from ray_server.ranking import Candidate, RoutedRequest, ranked
+from ray_server.ranking import ranked
 from tiny_model import EXAMPLES
 
 from kvflow.ray.replica import ReplicaPlace
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
-CANDIDATES = st.dictionaries(NAMES, st.integers(0, 100), max_size=4).map(
-    lambda free: [Candidate(name, blocks) for name, blocks in free.items()]
+BLOCKS_FREE = st.dictionaries(NAMES, st.integers(0, 100), max_size=4)
+
+
+@given(
+    st.dictionaries(NAMES, st.integers(0, 100), max_size=4),
+    st.integers(0, 2000),
+    st.text(max_size=3),
+    st.frozensets(NAMES),
 )
-
-
-@given(CANDIDATES, st.integers(0, 2000), st.text(max_size=3), st.frozensets(NAMES))
 def test_everybody_is_asked_once_and_who_has_failed_last(
-    candidates: list[Candidate], tokens: int, prefix: str, avoid: frozenset[str]
+    candidates: dict[str, int], tokens: int, prefix: str, avoid: frozenset[str]
 ) -> None:
-    ranks = ranked(candidates, RoutedRequest(tokens, prefix, avoid))
+    ranks = ranked(candidates, tokens=tokens, prefix=prefix, avoid=avoid)
     names = [name for rank in ranks for name in rank]
-    assert sorted(names) == sorted(candidate.name for candidate in candidates)
+    assert sorted(names) == sorted(candidates)
     assert all(ranks), "Serve takes no empty rank"
     failed = [name in avoid for name in names]
     assert failed == sorted(failed)
 
 
 def test_without_a_prefix_the_freest_is_first() -> None:
-    free = [Candidate("a", 3), Candidate("b", 9), Candidate("c", 5)]
-    assert ranked(free, RoutedRequest(16)) == [["b"], ["c"], ["a"]]
-    assert ranked(free, RoutedRequest(16, avoid=frozenset("b"))) == [["c"], ["a"], ["b"]]
+    free = {"a": 3, "b": 9, "c": 5}
+    assert ranked(free, tokens=16) == [["b"], ["c"], ["a"]]
+    assert ranked(free, tokens=16, avoid="b") == [["c"], ["a"], ["b"]]
 
 
 def test_a_prefix_has_a_replica_of_its_own_while_that_has_room() -> None:
     names = "abc"
-    even = [Candidate(name, 10) for name in names]
-    homes = {prefix: ranked(even, RoutedRequest(16, prefix))[0][0] for prefix in map(str, range(20))}
+    even = dict.fromkeys(names, 10)
+    homes = {prefix: ranked(even, tokens=16, prefix=prefix)[0][0] for prefix in map(str, range(20))}
     assert set(homes.values()) == set(names), "prefixes are spread"
     for prefix, home in homes.items():
-        fewer = [candidate for candidate in even if candidate.name == home or candidate.name == "a"]
-        assert ranked(fewer, RoutedRequest(16, prefix))[0] == [home], "whoever else comes or goes"
+        fewer = {name: even[name] for name in {home, "a"}}
+        assert ranked(fewer, tokens=16, prefix=prefix)[0] == [home], "whoever else comes or goes"
         for blocks, tokens, first in ((5, 16, True), (4, 16, False), (9, 160, False)):
-            now = [Candidate(name, blocks if name == home else 10) for name in names]
-            assert (ranked(now, RoutedRequest(tokens, prefix))[0] == [home]) is first
+            now = {name: blocks if name == home else 10 for name in names}
+            assert (ranked(now, tokens=tokens, prefix=prefix)[0] == [home]) is first
 
 
 def test_what_service_yaml_says_goes_together() -> None:
