@@ -52,13 +52,5 @@ def stop_start(text: str, stops: Sequence[str], start: int = 0) -> int | None:
 
 def withheld_chars(text: str, stops: Sequence[str], start: int = 0) -> int:
     """Return how many characters at the end of `text[start:]` may be the beginning of a stop string."""
-    return max((_withheld_for(text, stop, max(start, len(text) - len(stop) + 1)) for stop in stops), default=0)
-
-
-def _withheld_for(text: str, stop: str, start: int) -> int:
-    """Return how many characters at the end of `text[start:]` may be the beginning of `stop`."""
-    while (start := text.find(stop[0], start)) >= 0:
-        if stop.startswith(text[start:]):
-            return len(text) - start
-        start += 1
-    return 0
+    beginnings = (stop[:count] for stop in stops for count in range(1, len(stop)))
+    return max((len(beginning) for beginning in beginnings if text.endswith(beginning, start)), default=0)

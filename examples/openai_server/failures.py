@@ -16,7 +16,6 @@ class Status:
     """The error that clients get for a kind of failure."""
 
     http: int
-    type: str
     retry: bool
     """True if the router makes another attempt, with other workers if there are any."""
     message: str = ""
@@ -24,23 +23,11 @@ class Status:
 
 
 STATUS = {
-    FailureKind.INVALID: Status(http=400, type="invalid_request_error", retry=False),
-    FailureKind.BUSY: Status(
-        http=503, type="server_error", retry=True, message="The server is busy; try again in a few seconds."
-    ),
-    FailureKind.PREFILL_AGAIN: Status(
-        http=502, type="server_error", retry=True, message="The prompt's cache could not be handed over; try again."
-    ),
-    FailureKind.WORKER_FAILED: Status(
-        http=502, type="server_error", retry=True, message="The server had an error while it processed the request."
-    ),
-    FailureKind.WORKER_LOST: Status(
-        http=502, type="server_error", retry=True, message="The server lost a worker during the request; try again."
-    ),
-    FailureKind.NO_WORKER: Status(
-        http=503, type="server_error", retry=False, message="The server has no worker to take the request; try again."
-    ),
-    FailureKind.DEADLINE: Status(
-        http=504, type="timeout_error", retry=False, message="The request did not end before its deadline."
-    ),
+    FailureKind.INVALID: Status(http=400, retry=False),
+    FailureKind.BUSY: Status(http=503, retry=True, message="The server is busy; try again in a few seconds."),
+    FailureKind.PREFILL_AGAIN: Status(http=502, retry=True, message="The prompt's cache did not arrive; try again."),
+    FailureKind.WORKER_FAILED: Status(http=502, retry=True, message="The server had an error; try again."),
+    FailureKind.WORKER_LOST: Status(http=502, retry=True, message="The server lost a worker; try again."),
+    FailureKind.NO_WORKER: Status(http=503, retry=False, message="The server has no worker left; try again."),
+    FailureKind.DEADLINE: Status(http=504, retry=False, message="The request did not end before its deadline."),
 }

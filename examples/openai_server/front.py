@@ -224,9 +224,10 @@ def _add_error_handlers(app: FastAPI, metrics: FrontMetrics) -> None:
 
 def _reply_of(failure: Failure, prompt: str | None) -> Reply:
     """Return the error for a failure. `prompt` names the parameter with the prompt, if the prompt may be at fault."""
-    status, invalid = STATUS[failure.kind], failure.kind is FailureKind.INVALID
-    code = "context_length_exceeded" if invalid else failure.kind
-    return error(status.message or failure.message, status.type, param=prompt if invalid else None, code=code)
+    message = STATUS[failure.kind].message or failure.message
+    if failure.kind is FailureKind.INVALID:
+        return error(message, "invalid_request_error", param=prompt, code="context_length_exceeded")
+    return error(message, "server_error", code=failure.kind)
 
 
 def _event(reply: Any) -> str:

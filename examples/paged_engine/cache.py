@@ -41,9 +41,6 @@ class BlockPool:
         self._free = deque(block_ids)
         self._used: set[BlockId] = set()
 
-    def __repr__(self) -> str:
-        return f"BlockPool(free={self.free_count}, used={self.used_count})"
-
     @property
     def free_count(self) -> int:
         return len(self._free)

@@ -14,13 +14,11 @@ blocks.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Self
-
-import torch
 
 from paged_engine.batching import StepBatcher, wait_through_cancel
 from paged_engine.cache import BlockId, BlockPool, OutOfBlocksError, PagedKVCache, blocks_for
@@ -67,6 +65,17 @@ class Engine:
             head_dim=config.head_dim,
             dtype=model.dtype,
         )
+        self.kv_caches = self._cache.tensors
+        """One tensor per layer, [2, blocks, KV heads, block size, head size], valid as long as the engine is."""
+        self.block_size = block_size
+        self.windows = model.windows
+        """Window of each layer in tokens, by layer name; 0: the layer attends to all tokens."""
+        self.vocabulary_size = model.vocabulary_size
+        """Size of the vocabulary; every token id is below it."""
+        self.eos_token_id = config.eos_token_id
+        """The token that ends an answer."""
+        self.token_count_max = min(config.position_count_max, block_count * block_size)
+        """Maximum length of a sequence, limited by the model and by the cache."""
         self._pool = BlockPool(block_count, shuffle_seed=shuffle_seed)
         self._reserve_timeout_s = reserve_timeout_s
         # The first request in the queue waits for free blocks, the others wait for the lock: first come, first served.
@@ -88,35 +97,6 @@ class Engine:
     async def aclose(self) -> None:
         """Wait for the steps already queued, and stop the thread. Closing twice is fine."""
         await asyncio.to_thread(self._executor.shutdown)
-
-    @property
-    def kv_caches(self) -> dict[str, torch.Tensor]:
-        """One tensor per layer, [2, blocks, KV heads, block size, head size], valid as long as the engine is."""
-        return self._cache.tensors
-
-    @property
-    def windows(self) -> Mapping[str, int]:
-        """Window of each layer in tokens, by layer name; 0: the layer attends to all tokens."""
-        return self._model.windows
-
-    @property
-    def block_size(self) -> int:
-        return self._cache.block_size
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Size of the vocabulary; every token id is below it."""
-        return self._model.vocabulary_size
-
-    @property
-    def eos_token_id(self) -> int:
-        """The token that ends an answer."""
-        return self._model.config.eos_token_id
-
-    @property
-    def token_count_max(self) -> int:
-        """Maximum length of a sequence, limited by the model and by the cache."""
-        return min(self._model.config.position_count_max, self._cache.block_count * self.block_size)
 
     def statistics(self) -> EngineStatistics:
         return EngineStatistics(

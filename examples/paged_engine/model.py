@@ -88,18 +88,9 @@ class LlamaModel:
         self._embedding = weights["model.embed_tokens.weight"]
         self.windows = {layer_name(index): config.window_of(index) for index in range(config.layer_count)}
         """Window of each layer in tokens, by layer name; 0: the layer attends to all tokens."""
-
-    @property
-    def layer_names(self) -> tuple[str, ...]:
-        return tuple(self.windows)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._embedding.dtype
-
-    @property
-    def vocabulary_size(self) -> int:
-        return len(self._embedding)
+        self.layer_names = tuple(self.windows)
+        self.dtype = self._embedding.dtype
+        self.vocabulary_size = len(self._embedding)
 
     @torch.inference_mode()
     def forward(self, token_ids: Sequence[int], start: int, pages: Pages) -> torch.Tensor:

@@ -19,7 +19,10 @@ class ChatTokenizer:
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_file(str(directory / TOKENIZER_NAME))
-        self._longest_token = max(map(len, self._tokenizer.get_vocab()))
+        self.longest_token = max(map(len, self._tokenizer.get_vocab()))
+        """Upper bound of the characters of a text that one token stands for."""
+        self.token_count = int(self._tokenizer.get_vocab_size())
+        """Size of the vocabulary; every token id is below it."""
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         self._template = environment.from_string((directory / TEMPLATE_NAME).read_text())
 
@@ -40,16 +43,6 @@ class ChatTokenizer:
         (encoded,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
         token_ids: list[int] = encoded.ids
         return token_ids
-
-    @property
-    def longest_token(self) -> int:
-        """Upper bound of the characters of a text that one token stands for."""
-        return self._longest_token
-
-    @property
-    def token_count(self) -> int:
-        """Size of the vocabulary; every token id is below it."""
-        return int(self._tokenizer.get_vocab_size())
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
