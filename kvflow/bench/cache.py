@@ -44,7 +44,9 @@ class WrongBytes(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """Shape of a bench cache: `layers` fp16 tensors with axes K/V, block, head and token (in `order`), element.
+    """Shape of a bench cache, which has `layers` fp16 tensors.
+
+    The axes of a tensor are: K or V; block; head, then token, or the reverse (`order`); element.
 
     A rank of a sharded model holds `kv_heads` heads, from head `first_head` of the model on.
     """

@@ -148,7 +148,7 @@ def open_children(ranks: Sequence[RankProcess], environment: Environment) -> Ite
 
 
 class ChildCaller:
-    """A rank with one method, `call`, which calls any function in the child process and awaits a coroutine's result."""
+    """A rank with one method, `call`, which calls any function in the child process. The function may be async."""
 
     async def call(self, function: Callable[..., Any], *arguments: object) -> Any:
         result = function(*arguments)

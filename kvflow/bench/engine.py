@@ -64,15 +64,15 @@ class EngineProducer:
         self._leases: list[kvflow.Lease] = []
 
     async def offer(self, loads: Sequence[PlannedLoad]) -> list[Ticket]:
-        """Open a lease for the remote blocks of each load, and return the tickets."""
+        """Open a lease for each load, on this producer's blocks `PlannedLoad.remote_ids`. Return the tickets."""
         leases = [self._serve(load) for load in loads]
         self._leases += leases
         return [dict(lease.ticket.to_params()) for lease in leases]
 
     async def end_leases(self, *, read: bool = True) -> None:
-        """Wait until every lease has ended as read; with `read=False`, revoke all leases and wait for their ends.
+        """Wait until every lease has ended with outcome READ; with `read=False`, revoke all and expect REVOKED.
 
-        Raise RuntimeError if a lease ended otherwise: a lost notification would falsify the bench.
+        Raise RuntimeError if a lease has another outcome: a lost notification would falsify the bench.
         """
         if not read:
             self.revoke()
@@ -96,8 +96,8 @@ class EngineProducer:
 class LoadResult(NamedTuple):
     """Time and size of one load.
 
-    `size_bytes` and `descriptors` count everything read except seals, also parts of remote blocks that were not
-    requested.
+    `size_bytes` and `descriptors` count everything that was read, including parts of remote blocks that were not
+    requested, but not the seals.
     """
 
     seconds: float
@@ -162,7 +162,7 @@ def open_pair(shape: CacheShape, environment: Environment, device: str | None = 
 def hand_over(pair: Pair, loads: Sequence[PlannedLoad]) -> list[LoadResult]:
     """Run `loads` one after another, from the producer of `pair` to its consumer. Return the result of each load.
 
-    Every byte is compared, and every lease must have ended as read.
+    Every byte is compared, and every lease must end with outcome READ.
     """
     producer, consumer = pair
     tickets = producer.run(EngineProducer.offer, loads)

@@ -35,8 +35,9 @@ _TURN_LOADS_MAX = 20
 class Speed:
     """Measured speed of loads of one size over shared memory or tcp.
 
-    `kvflow_s` and `raw_s` are seconds of one load: the median over process pairs of each pair's median load.
-    `kvflow_p99_s` is the 99th percentile over all loads; with fewer than 100 loads it is the slowest load.
+    `kvflow_s` and `raw_s` are seconds of one load: first the median over the loads of each process pair is taken, then
+    the median of these medians. `kvflow_p99_s` is the 99th percentile over all loads; with fewer than 100 loads it is
+    the slowest load.
     """
 
     transport: Fabric

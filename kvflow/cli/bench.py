@@ -35,7 +35,7 @@ def errors_reported(command: str, *errors: type[Exception], exit_code: int = 1) 
 
 
 def describe_machine() -> dict[str, str | int | float]:
-    """Return facts of the machine and versions of packages, on which the results of a bench depend, by name.
+    """Return, by name, the facts of the machine and the versions of packages that influence the results of a bench.
 
     Call this before the bench, so that the load average does not include the bench's own work.
     """
@@ -70,7 +70,7 @@ def transfer(
         typer.FileTextWrite | None, typer.Option("--json", lazy=False, help="Write every number to this file.")
     ] = None,
 ) -> None:
-    """Compare loads between two processes through kvflow with the same loads through NIXL alone, at its best."""
+    """Compare loads between two processes through kvflow with the same loads through well-tuned NIXL alone."""
     notes, machine = Console(stderr=True, highlight=False), describe_machine()
     notes.print(f"load average {machine['load_average_1m']:.1f} before; every number includes other work here")
     settings = {"sizes": sizes, "pairs": pairs, "rounds": rounds, "layers": layers, "backend": backend}

@@ -45,8 +45,8 @@ def check_backends(plugins: Sequence[str]) -> Finding:
 def judge_backends(found: Mapping[str, str]) -> Finding:
     """Return one finding about all backends.
 
-    `found`: for each backend's name the kind of bytes that it moves and how fast, as a text, or `_FAILURE_MARK` and the
-    reason why it does not work.
+    `found`: a text for each backend, by name. If the backend works, the text says what kind of bytes it moves and how
+    fast. Else the text is `_FAILURE_MARK` and the reason.
     """
     moving = [f"{name} moves {what}" for name, what in found.items() if not what.startswith(_FAILURE_MARK)]
     others = [name for name, what in found.items() if what.startswith(_FAILURE_MARK)]

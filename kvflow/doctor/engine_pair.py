@@ -56,7 +56,7 @@ async def examine_pair(config: Config, prefill: str, decode: str) -> list[Findin
 
 
 def _advice(given: str, problem: Exception) -> str:
-    """Return advice for the user after `problem` was raised by asking an engine for its metadata.
+    """Return advice for the user about `problem`, the error of a question to an engine for its metadata.
 
     `given`: the engine, as ENGINE_ID@tcp://host:port.
     """
@@ -77,7 +77,8 @@ def _advice(given: str, problem: Exception) -> str:
 async def _ask_engine(channel: ZmqSideChannel, given: str) -> _EngineFacts:
     """Ask the engine `given` twice, and return its address, its compatibility facts and its metadata.
 
-    The first question has an empty fingerprint, so the engine refuses it, with its compatibility facts. The second
+    A question carries a fingerprint, the digest of the reader's compatibility facts. The fingerprint of the first
+    question is zero, so the engine refuses the question, and the refusal contains the engine's facts. The second
     question has the fingerprint of these facts, as from a compatible reader, and the answer is the metadata.
     """
     engine_id, named, where = given.rpartition("@")

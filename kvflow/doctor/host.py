@@ -46,7 +46,7 @@ class Host:
     gpus: tuple[str, ...]
     """PCI addresses of the NVIDIA GPUs."""
     environment: Mapping[str, str]
-    """Values of the environment variables that change how kvflow moves bytes and are set, by name."""
+    """Values by name of environment variables that change how kvflow moves bytes; only those that are set."""
 
     def has_capability(self, capability: int) -> bool:
         return bool(self.capabilities >> capability & 1)
@@ -164,9 +164,9 @@ def check_shared_memory(name: str, host: Host, _: Config) -> Finding:
 
 
 def check_process_reading(name: str, host: Host, _: Config) -> Finding:
-    """Check whether engines may trace other processes, which UCX needs to read another process's memory directly.
+    """Check whether engines have the permission to trace other processes (ptrace).
 
-    UCX reads with the system call process_vm_readv.
+    Without this permission UCX cannot read another process's memory by the system call process_vm_readv.
     """
     scope = host.ptrace_scope
     if host.has_capability(_CAP_SYS_PTRACE):

@@ -125,5 +125,5 @@ def judge_host_path(ucx_tls: str | None, name: str, path: ReadPath | None) -> Fi
 
 
 def path_not_logged(name: str) -> Finding:
-    """Return the finding `name` that UCX did not log which path reads take."""
+    """Return the finding `name`, which says that UCX has not logged the path of the reads."""
     return warn(name, "UCX did not log the path", "look at UCX's log: UCX_PROTO_INFO=y UCX_LOG_LEVEL=info")

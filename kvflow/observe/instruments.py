@@ -22,9 +22,10 @@ ReadValues: TypeAlias = Callable[[RuntimeStatistics], Mapping[str, float]]
 
 
 def _statistics_of(now: RuntimeStatistics, part: str) -> Any:
-    """Return the field `part` of the statistics `now`, or the statistics of the runtime's optional feature `part`.
+    """Return one section of a runtime's statistics `now`, or None if the runtime has no such section.
 
-    "prefix.sharing" means the field `sharing` of the feature `prefix`. Return None if the runtime has no such feature.
+    `part`: name of an optional feature in `now.parts`, or of a field of `now`. After a dot may follow the name of a
+    field of the section: "prefix.sharing".
     """
     name, _, inner = part.partition(".")
     found = now.parts.get(name) or getattr(now, name, None)
@@ -34,9 +35,9 @@ def _statistics_of(now: RuntimeStatistics, part: str) -> Any:
 def _values_of(part: str, *fields: str, without: float | None = None, **named: str) -> ReadValues:
     """Return a function that takes a runtime's statistics and returns the values of one metric, by label value.
 
-    The values are `fields` of the statistics that `_statistics_of` finds for `part`. The label value of a single field
-    is ""; those of several fields are the fields' names, or the names in `named` (label value=field). If the runtime
-    has no statistics for `part`, each value is `without`; if `without` is None, the mapping is empty.
+    Each value is a field of the statistics that `_statistics_of` finds for `part`. Give either `fields`: the label
+    value of each field is its name or, if there is only one, "". Or give `named`, which maps label values to fields. If
+    the runtime has no statistics for `part`, each value is `without`; if `without` is None, the mapping is empty.
     """
     labels = named or ({"": fields[0]} if len(fields) == 1 else {field: field for field in fields})
 

@@ -96,8 +96,9 @@ class OpenTelemetrySpans:
     ) -> None:
         """Create a span that ends now, with a child span for each phase of the record that took time.
 
-        `error`: the span's error text, or "". `growth`: `landed` or `computed`, a list of moments with a token count
-        each; each moment becomes an event on the span, "kvflow.landed" or "kvflow.computed".
+        `error`: the span's error text, or "". `growth`: one keyword argument, either `landed` or `computed`, with a
+        list of moments (seconds and number of tokens). Each moment becomes an event on the span, "kvflow.landed" or
+        "kvflow.computed".
         """
         name = "kvflow.load" if isinstance(record, LoadRecord) else "kvflow.lease"
         end_ns = time.time_ns()

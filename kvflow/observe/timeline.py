@@ -129,9 +129,9 @@ def read_records(path: Path) -> Iterator[RecordLine]:
 
 TraceEvent: TypeAlias = dict[str, Any]
 _GROWTH = {"lease": "computed", "load": "landed"}
-"""For each kind of record, the key under which `details` has the list of moments that shows the record's progress.
+"""For each kind of record, the key of a list of moments (seconds and number of tokens) in `RecordLine.details`.
 
-"computed" says when tokens of a lease were computed, "landed" when tokens of a load had landed.
+The list "computed" shows when tokens of a lease were computed, and "landed" when tokens of a load had landed.
 """
 _OfferKey: TypeAlias = tuple[str, str]  # producer's engine id, producer's request id
 _Begin: TypeAlias = tuple[int, float]  # process number in the timeline, Unix time
@@ -169,7 +169,7 @@ def timeline(lines: Iterable[RecordLine]) -> dict[str, list[TraceEvent]]:
 
 
 def _slices(line: RecordLine, process: int, number: int, begin_s: float) -> Iterator[TraceEvent]:
-    """Yield the trace events of one record: a slice for its whole time, and one inside for each phase that took time.
+    """Yield the trace events of one record: a bar in the timeline, with a bar inside for each phase that took time.
 
     `process`: process number of the rank in the timeline. `number`: number of the record in the timeline.
     """
@@ -189,8 +189,8 @@ def _slices(line: RecordLine, process: int, number: int, begin_s: float) -> Iter
 def _growth(line: RecordLine, process: int, number: int, begin_s: float) -> Iterator[TraceEvent]:
     """Yield the trace events of a row that shows when tokens of a lease were computed, or tokens of a load landed.
 
-    A slice lasts from one moment in the record to the next, and names the added tokens. `process`: process number of
-    the rank in the timeline. `number`: number of the record in the timeline.
+    The row has a bar from each moment in the record to the next, labelled with the range of tokens that were added.
+    `process`: process number of the rank in the timeline. `number`: number of the record in the timeline.
     """
     what, before_s, before = _GROWTH.get(line.kind, ""), 0.0, 0
     common: TraceEvent = {"cat": what, "id": number, "pid": process, "tid": process}
@@ -215,8 +215,8 @@ def _moments(line: RecordLine) -> list[Moment]:
 def overlap(lines: Iterable[RecordLine]) -> dict[str, float]:
     """Return, for each load, the share of the prompt that had landed when the producer computed the last token.
 
-    Only loads of leases that were opened before their prompt was computed count, if the lease is in the files. Times of
-    two machines are compared by their wall clocks.
+    A load is left out if its lease is not in the files, or was opened only after the prompt was computed. Times of two
+    machines are compared by their wall clocks.
 
     Args:
         lines: Records of all engines' files, in any order.

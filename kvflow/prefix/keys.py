@@ -28,8 +28,8 @@ def prefix_keys(tokens: Sequence[int], block_tokens: int, *, salt: bytes = b"") 
     """Return one key for each full block of a prompt, for `PrefixRequest.keys` or `PrefixCache.match`.
 
     Args:
-        tokens: token ids of the prompt. If prompts also differ in something else, such as an adapter or pictures, mark
-            that in `tokens`, in the same way on both engines.
+        tokens: token ids of the prompt. If prompts also differ in something else, such as an adapter or pictures,
+            replace some ids by numbers that stand for the adapter or picture, in the same way on both engines.
         block_tokens: number of tokens between two keys. If two engines use different numbers, only prefixes that end
             where both have a key are found.
         salt: at most 1,024 bytes, such as a tenant's name. Only engines with the same salt share prefixes.
@@ -63,7 +63,7 @@ def key_state(salt: bytes) -> hashlib.blake2b:
 
 
 def token_bytes(tokens: Sequence[int], what: str) -> bytes:
-    """Return `tokens` as little-endian 64-bit integers, the form in which keys hash tokens.
+    """Return `tokens` as little-endian 64-bit integers: the bytes from which keys are computed.
 
     Raise RequestError if a token is no integer. `what`: name of the argument, for the error message.
     """

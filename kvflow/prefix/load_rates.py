@@ -18,9 +18,9 @@ class LoadRates:
         self._s_per_token = BoundedMap[str, float](_ENGINES_MAX)
 
     def learn(self, ticket: Ticket, report: LoadReport) -> None:
-        """Update an engine's seconds per token by the report of a load that has read from this engine.
+        """Update the seconds per token of the engine that a load has read from.
 
-        `ticket`: the load's first ticket.
+        `ticket`: the load's first ticket, which names the engine if `report` has no attempts.
         """
         if not report.tokens:
             return

@@ -36,9 +36,10 @@ class PrefixRequest:
     of `peers` is the address of one of the peer's ranks ("tcp://host:port"), a `PeerAddress`, or any ticket of the
     peer. At most 64 peers are allowed.
 
-    `block_ids` are the local blocks, in prompt order, for exactly the tokens from `cached_tokens` to the end of the
-    last key. For a cache of several groups, give one list for each group. A group with a sliding window needs blocks
-    for the same tokens; only the blocks at the end of the prefix are filled. A group of recurrent state needs its slot.
+    `block_ids` are the local blocks, in prompt order, for exactly the tokens from `cached_tokens` to the last token
+    that the keys cover. For a cache of several groups, give one list for each group. A group with a sliding window
+    needs blocks for all of these tokens, too, although only the blocks at the end of the prefix are filled. A group of
+    recurrent state needs its slot.
     """
 
     request_id: str
@@ -62,9 +63,10 @@ class PrefixRequest:
     that peer show that computing should be faster. Without such loads, or if None, the prefix is read.
     """
     rest: Ticket | Mapping[str, Any] | None = None
-    """Ticket of an engine that has computed the whole prompt. The tokens after the prefix are read from that engine
-    while the prefix is read from a peer; if the prefix cannot be read, all tokens are read from that engine.
-    `block_ids` are then the blocks of all tokens that the ticket offers, with windows and state as in a `LoadRequest`.
+    """Ticket of an engine that has computed the whole prompt. While the prefix is read from a peer, the tokens after
+    the prefix are read by this ticket. If the prefix cannot be read, all tokens are read by this ticket. With a ticket,
+    `block_ids` are the blocks of all tokens that the ticket offers. For a group with a sliding window or recurrent
+    state, they have the form of `LoadRequest.block_ids`.
     """
     prompt: Sequence[int] | None = None
     """Token ids of the prompt. A load of the ticket `rest` fails if the ticket is for another prompt."""
@@ -134,7 +136,7 @@ class PrefixReport:
 
     @property
     def payload(self) -> builtins.bytes:
-        """Bytes that the engine of the ticket `PrefixRequest.rest` passed to `Lease.complete`; else empty."""
+        """Bytes that the engine of the ticket `PrefixRequest.rest` gave to `Lease.complete`, if any; else empty."""
         return self.loads[-1].payload if self.loads else b""
 
 
@@ -170,9 +172,9 @@ def checked_prefix_request(given: object, verb: str, limits: Limits) -> PrefixRe
 def check_blocks(request: PrefixRequest, groups: Sequence[GroupFacts], tables: Sequence[BlockIds]) -> None:
     """Raise RequestError unless `tables` (block ids by group) have exactly as many blocks as `request` needs.
 
-    Needed are blocks for the tokens from `cached_tokens` to the end of the last key or, with the ticket `rest`, to the
-    ticket's last token. With `rest` only groups that keep all tokens are checked, and with a pending ticket no group is
-    checked: the load of the ticket checks the other groups.
+    The request needs blocks from token `cached_tokens` to the last token that the keys cover or, with the ticket
+    `rest`, to the last token that the ticket offers. With `rest` only groups that keep all tokens are checked here, and
+    with a pending ticket no group is. The load of the ticket checks the groups that are not checked here.
     """
     rest, cached = request.rest, request.cached_tokens
     tokens, whose = len(request.keys) * request.key_tokens, "its keys are for"

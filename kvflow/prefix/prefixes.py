@@ -114,8 +114,8 @@ class Prefixes(Part):
         All peers are asked at the same time, and the longest offered prefix is loaded. If that load fails, the next
         peer's prefix is read into the same blocks, within the same deadline, once no byte from the first peer can land.
         If no prefix could be read, no error is raised: the report has 0 pulled tokens, and the engine has to compute
-        the prefix. If `pull` is cancelled, it returns within Config.cancel_grace_s; if bytes may still land then, the
-        load is in `Runtime.quarantines`.
+        the prefix. If `pull` is cancelled, it returns within Config.cancel_grace_s. If bytes may still land in the
+        blocks after that, `Runtime.quarantines` lists the load.
 
         Args:
             request: the keys of the prompt, the local blocks, and the peers to ask.
@@ -125,8 +125,9 @@ class Prefixes(Part):
 
         Raises:
             RequestError: the request is invalid, or (BlocksBusy) a local block is in use by another request.
-            PeerError, LoadError: reading from a peer failed, and bytes may still land in the blocks; the error's
-                `quarantine` is that load. With `PrefixRequest.rest`, also any error of a load of that ticket.
+            PeerError, LoadError: reading from a peer failed, and bytes may still land in the blocks. Await `settled()`
+                of the error's `quarantine` before using the blocks. With `PrefixRequest.rest`, also any error of a load
+                of that ticket.
             RuntimeUnavailable: the runtime drains, is closed, or has no KV cache at the moment.
             RuntimeBroken: a task of the runtime has died.
             UsageError: this object is not in the `parts` of a runtime with a KV cache, or this is not the runtime's

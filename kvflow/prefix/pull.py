@@ -65,7 +65,7 @@ class Pull:
         self._source_holder: Holder | None = None
         """Holder that the prefix was read from; None before a load has succeeded."""
         self._loaded_from: Sequence[Holder] = ()
-        """Holders of all tickets of the successful load. The load releases the leases that it did not use."""
+        """Holders that the successful load could read from. The load itself releases the leases that it did not use."""
         self.ended = asyncio.Event()
         self._local_tokens = 0
         """Number of the prompt's tokens in the local blocks after the successful loads, including the cached tokens."""
@@ -170,10 +170,11 @@ class Pull:
         tokens: int | None = None,
         keep_offer: bool = False,
     ) -> Load:
-        """Start a load of `ticket` into the local blocks of `tables`, which has one array of block ids for each group.
+        """Start a load of `ticket` into the local blocks in `tables` (one array of block ids for each group).
 
-        The first block begins with token `cached_tokens` (None: the request's `cached_tokens`). `part`: suffix of the
-        load's request id. `tokens`: the `LoadRequest.num_tokens`.
+        `part`: text to append to the load's request id, so that two loads of a pull have different ids.
+        `cached_tokens`: the `LoadRequest.cached_tokens`; None: those of the pull's request. `tokens`: the
+        `LoadRequest.num_tokens`.
         """
         request = self._request
         return self._loader.start(
@@ -308,9 +309,9 @@ class _UnsafeLoads:
 def _cut_to_whole_blocks(
     request: PrefixRequest, groups: Sequence[GroupFacts], tables: Sequence[BlockIds]
 ) -> PrefixRequest:
-    """Return `request` with only the keys that end at the end of a local block in every group.
+    """Return `request` with only those keys that cover whole local blocks in every group.
 
-    Two loads fill the local blocks, one up to the end of a key, the other after it, and must not share a block.
+    One load fills the blocks of the prefix, and another fills the blocks after the prefix. They must not share a block.
     """
     whole = [(group.block_size, len(ids)) for group, ids in zip(groups, tables, strict=True) if group.whole]
     unit = math.lcm(request.key_tokens, *(size for size, _ in whole))
@@ -328,11 +329,11 @@ def _as_block_ids(tables: Sequence[BlockIds]) -> Any:
 def _blocks_filled_by(
     groups: Sequence[GroupFacts], tables: Sequence[BlockIds], cached: int, tokens: int
 ) -> list[BlockIds]:
-    """Return the local blocks, by group, into which tokens `cached` to `tokens` of the prompt are read.
+    """Return, by group, the local blocks that a load of the prompt's tokens from `cached` to `tokens` fills.
 
-    Both numbers count from the start of the prompt. For a sliding-window group return only the blocks of the last
-    window before `tokens`; for recurrent state, all blocks. `tables`: block ids by group, from the block with token
-    number `cached` on.
+    `cached` and `tokens` are positions in the prompt, and the token at `tokens` is not loaded. For a sliding-window
+    group return only the blocks of the last window before `tokens`; for recurrent state, all blocks. `tables`: block
+    ids by group; each table begins with the block that holds position `cached`.
     """
     filled = []
     for group, ids in zip(groups, tables, strict=True):
@@ -350,10 +351,10 @@ def _blocks_filled_by(
 def _divide_blocks(
     groups: Sequence[GroupFacts], tables: Sequence[BlockIds], cached: int, tokens: int
 ) -> tuple[list[BlockIds], list[BlockIds]]:
-    """Divide local blocks, by group, into those that the prompt's first `tokens` tokens fill and those after these.
+    """Divide local blocks into two lists by group: blocks of the prompt's first `tokens` tokens, and later blocks.
 
-    All blocks of sliding-window groups and of recurrent state go to the second list. `tables`: block ids by group, from
-    the block with token number `cached` on.
+    All blocks of sliding-window groups and of recurrent state go to the second list. `tables`: block ids by group; each
+    table begins with the block that holds position `cached` of the prompt.
     """
     heads, tails = [], []
     for group, ids in zip(groups, tables, strict=True):

@@ -35,7 +35,7 @@ class Search:
     def __init__(self, peers: Iterable[str], release: Callable[[Ticket], None]) -> None:
         """`peers`: the peers to ask, as the request names them. `release`: releases the lease of a ticket."""
         self._answers: dict[str, Holder | PrefixAnswer] = {}
-        """A Holder for each peer that has made an offer, else a PrefixAnswer, by the peer as the request names it."""
+        """For each peer, by its name in the request: a Holder if the peer has made an offer, else a PrefixAnswer."""
         self.tasks: list[asyncio.Task[None]] = []
         """Tasks that ask the engines, one for each engine."""
         self._release_ticket = release

@@ -79,12 +79,12 @@ class PrefixQuestions:
     async def ask(self, request: PrefixRequest, within_s: float) -> Search:
         """Ask all peers in `request` for the prefix. Return a search with the answers, the best holders first.
 
-        Wait until all peers have answered, but at most `within_s` and, after the first offer of the whole prefix, at
-        most as long again as that offer took. The search accepts later answers until `Search.end`. If `ask` is
-        cancelled, all offers are released.
+        Wait until all peers have answered, but at most `within_s`. If a peer offers the whole prefix after t seconds,
+        wait at most t seconds longer. The search accepts later answers until `Search.end`. If `ask` is cancelled, all
+        offers are released.
 
-        A peer is skipped if an earlier question to that peer is still unanswered, after both the seconds allowed for
-        that question and `within_s`.
+        A peer is skipped if it has left an earlier question unanswered for longer than `within_s`, and for longer than
+        the seconds that were allowed for that question.
         """
         loop, question_id = asyncio.get_running_loop(), self._cache.token_hex(16)
         begun_s, most = loop.time(), float(len(request.keys) * request.key_tokens)

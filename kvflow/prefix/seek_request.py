@@ -13,7 +13,7 @@ from kvflow.prefix.keys import KEY_BYTES
 KEYS_MAX = 1 << 10
 """Maximum number of keys in a `SeekRequest`, so that the peer's event loop can answer in a short time."""
 LEASE_ID_PREFIX = "kvflow-prefix/"
-"""Beginning of the request id of each prefix lease, which no request id of an engine has."""
+"""Text with which the request id of each prefix lease begins. No engine's request id begins with this text."""
 
 
 class SeekRequest(messages.ReaderRequest, frozen=True, kw_only=True, tag="seek"):

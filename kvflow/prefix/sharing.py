@@ -63,7 +63,7 @@ class SharedPrefixes:
         self._groups = registered.local.groups
         self._token_bytes = token_size_bytes(registered.local)
         self._pins: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
-        """Number of leases that pin each block, by the block's entry number in the block ledger."""
+        """Number of leases that pin each block. The blocks of all groups are numbered in one sequence."""
         self._pinned_blocks = self._leased_tokens = 0
         self._prefix_of_lease: dict[OpenLease, PinnedPrefix] = {}
         """The pinned prefix of each open lease, the oldest lease first."""
@@ -90,9 +90,9 @@ class SharedPrefixes:
     def reclaim(self, blocks: int) -> int:
         """End leases immediately, the oldest first, until `blocks` pinned blocks are free.
 
-        Call this when the engine needs blocks back. `PrefixCache.unpin` is called for each ended lease before `reclaim`
-        returns. Exception: blocks that are being copied to a host buffer (staging) are unpinned after the copy. Loads
-        of these leases fail, even if all bytes were read.
+        Call this when the engine needs blocks back. Loads of the ended leases fail, even if all bytes were read.
+        `PrefixCache.unpin` is called for each ended lease before `reclaim` returns; but if a lease's blocks are being
+        copied to a host buffer (staging), `unpin` is called after the copy.
 
         Args:
             blocks: number of blocks to free; if fewer are pinned, all are freed.
@@ -154,7 +154,7 @@ class SharedPrefixes:
             self._unpin_ended(opened)
 
     def _unpin_ended(self, opened: OpenLease) -> None:
-        """Unpin the prefix of an ended lease, which no reader can use. A second call for the lease does nothing."""
+        """Unpin the prefix of an ended lease, since no reader can use the lease now. A second call does nothing."""
         pinned = self._prefix_of_lease.pop(opened, None)
         if pinned is None:
             return
@@ -315,7 +315,8 @@ class SharedPrefixes:
     def _failed_answer(self, question: SeekRequest, error: BaseException | None) -> messages.Reply:
         """Log and count a failure of the engine's prefix cache. Return a reply without a prefix.
 
-        The cause is a bug of the engine, or a block that is being written. `error`: None if `match` was cancelled.
+        The engine has a bug, or has matched a block that a load is still writing. `error`: None if `match` was
+        cancelled.
         """
         why = "it was cancelled" if error is None else checks.error_text(error)
         logger.error(

@@ -50,7 +50,7 @@ class _Holder(Protocol):
 
 
 def _entries(runtime: Runtime, holders: Collection[_Holder]) -> set[int]:
-    """Return the entry numbers, in the runtime's block ledger, of all blocks that `holders` hold."""
+    """Return the numbers of all blocks that `holders` hold. The blocks of all groups are numbered in one sequence."""
     cache = runtime._supervisor.registered_cache
     assert cache is not None, "there are statistics of blocks"
     return {entry for holder in holders for entry in cache.ledger.entries(holder.block_tables).tolist()}

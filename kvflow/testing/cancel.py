@@ -34,9 +34,9 @@ _UNDER_TEST: ContextVar[bool] = ContextVar("kvflow_cancelled_everywhere", defaul
 def cancel_everywhere(make_scenario: Scenario, *, runs_max: int = 10_000) -> int:
     """Run a coroutine many times: cancel it at its first moment, in the next run at its second, and so on.
 
-    A moment is a point at which a task of the scenario has just run, or a task of the coroutine has been woken and is
-    about to run. A first run counts the moments. kvflow's log lines appear only for a run that fails. The logger
-    `kvflow.testing.cancel` logs the progress at INFO.
+    A moment is a point between two steps of the event loop: after a step of any task except the engines' background
+    tasks, or before a step of a task of the coroutine that has been woken. A first run counts the moments. kvflow's log
+    lines appear only for a run that fails. The logger `kvflow.testing.cancel` logs the progress at INFO.
 
         @contextlib.asynccontextmanager
         async def scenario():
@@ -51,7 +51,7 @@ def cancel_everywhere(make_scenario: Scenario, *, runs_max: int = 10_000) -> int
         make_scenario: Function that returns an async context manager for one run. The context manager opens engines and
             yields the coroutine, not started. The code after the `yield` checks the engines, once the coroutine has
             ended, cancelled or not.
-        runs_max: Maximum number of moments, in case the coroutine never ends.
+        runs_max: Maximum number of moments, each of which takes one run, in case the coroutine never ends.
 
     Returns:
         Number of runs in which the coroutine was cancelled.
@@ -90,9 +90,9 @@ class _Moments:
         self.task = loop.create_task(body, name="cancelled everywhere", context=context)
 
     def count_step(self) -> None:
-        """Count the moment that follows the loop's last step, if any. The loop calls this after each step.
+        """If the point after the step that the loop has just run is a moment, count it. The loop calls this each time.
 
-        At moment `last`, cancel the coroutine.
+        When the count reaches `last`, cancel the coroutine.
         """
         if self.place or self.task.done() or inspect.getcoroutinestate(self._body) == inspect.CORO_CREATED:
             return

@@ -87,7 +87,7 @@ class InprocCluster:
         )
 
     def transport(self, engine_id: str, rank: Rank = _FIRST_RANK) -> InprocTransport:
-        """Return the transport of a rank, on which a test holds back and performs reads, and scripts faults.
+        """Return the transport of a rank. With it a test can delay reads, let them happen, and script faults.
 
         Args:
             engine_id: Name of the rank's engine.

@@ -33,7 +33,7 @@ def compare_blocks(
 
     Returns:
         None if every element is equal. Else a sentence about the first difference, which names the engine, layer, block
-            and slot on both sides, and the producer's block and slot whose content the consumer's cache has instead.
+            and slot on both sides. It also names the place in the producer's cache from which the wrong content comes.
     """
     size, their_size = ours.layout.block_size, theirs.layout.block_size
     full = len(their_ids) * their_size

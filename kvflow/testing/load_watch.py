@@ -19,7 +19,7 @@ from kvflow.testing.watch import calling_line, checked_at_end
 
 
 class _WatchedLoad(Load):
-    """A `Load` that counts the tasks that await it. `LoadWatch.begun` gives started loads this class."""
+    """A `Load` that counts the tasks that await it. `LoadWatch.begun` sets the `__class__` of started loads to this."""
 
     begun_at = ""
     waiting = 0
@@ -104,13 +104,14 @@ class LoadWatch:
 def watch_loads(runtime: Runtime) -> Iterator[LoadWatch]:
     """Check that each load that a runtime starts is awaited to its end, or cancelled.
 
-    Awaiting the load or its next `Progress` counts; awaiting `Load.settled()` does not, since that does not end the
-    load. If a task is cancelled in the body of an `async for` over a load, the load continues, so the load must be
-    cancelled, too. An engine that polls `Load.done` must await the load afterwards, for its report.
+    Awaiting the load or its next `Progress` counts. Awaiting `Load.settled()` does not count, since `settled()` returns
+    no report and raises no error of the load. If a task is cancelled in the body of an `async for` over a load, the
+    load continues, so the load must be cancelled, too. An engine that polls `Load.done` must await the load afterwards,
+    for the load's report.
 
     Args:
-        runtime: The reader's runtime. Its `start_load` is replaced inside the `with` block. Loads started by an earlier
-            reference to this method are not watched.
+        runtime: The reader's runtime. Its `start_load` is replaced inside the `with` block. If a caller has saved the
+            method `runtime.start_load` before the block, loads that the saved method starts are not watched.
 
     Returns:
         A context manager that yields the watch. Loads are watched until the `with` block ends.

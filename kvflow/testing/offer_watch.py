@@ -119,7 +119,8 @@ class OfferWatch:
             lease: A lease of the watched runtime.
 
         Raises:
-            UsageError: The lease has not as many groups of layers as this watch has caches. The lease was revoked.
+            UsageError: The number of the lease's groups of layers is not this watch's number of caches. Before raising,
+                `offer` revokes the lease.
         """
         tables = lease.block_tables
         if len(tables) != len(self._caches):
@@ -137,7 +138,9 @@ class OfferWatch:
             self._remember(lease)
 
     def lease_ended(self, record: LeaseRecord) -> None:
-        """Compare the blocks of ended leases a last time. The runtime calls this before other code sees the end.
+        """Compare the blocks of all watched leases that have ended, and stop watching these leases.
+
+        The runtime calls this at the end of each lease, before other code sees the end.
 
         Args:
             record: Record of the ended lease; a message about a changed block contains the lease's outcome.
@@ -188,16 +191,17 @@ def _first_tokens(lease: Lease, caches: Sequence[PatternCache | StateCache]) -> 
 
 @contextlib.contextmanager
 def watch_offers(runtime: Runtime, cache: PatternCache | Sequence[PatternCache | StateCache]) -> Iterator[OfferWatch]:
-    """Check that blocks offered by a runtime do not change until their lease has ended and its hold is over.
+    """Check that blocks offered by a runtime do not change until the runtime gives them back.
 
-    The watch takes a digest of each slot (one token) once the token is computed: when `serve_blocks` returns, when
+    A runtime gives blocks back some time after their lease has ended, because earlier reads may still run. The watch
+    takes a digest of each slot (one token) once the token is computed: when `serve_blocks` returns, when
     `Lease.advance` covers the token, or, if a device event was given, when that event has happened. Digests are
     compared when the lease's blocks are given back, when the `with` block ends, and in `OfferWatch.assert_unchanged`.
-    Other slots may change.
+    Slots without a computed token may change.
 
     Args:
-        runtime: The producer's runtime. Its `serve_blocks` is replaced inside the `with` block. Leases from an earlier
-            reference to this method are not watched.
+        runtime: The producer's runtime. Its `serve_blocks` is replaced inside the `with` block. If a caller has saved
+            the method `runtime.serve_blocks` before the block, leases from the saved method are not watched.
         cache: A `PatternCache` over the registered KV cache, with any content. For several groups of layers, a sequence
             in the order of the groups, with a `StateCache` for recurrent state.
 

@@ -64,7 +64,9 @@ class SimFlight:
 
 
 class Network:
-    """A simulated network. Decides when and whether each read is performed, and each notification and request arrives.
+    """A simulated network, which decides whether and when reads are performed and messages arrive.
+
+    The messages are notifications, and requests on the side channel.
 
     `rng` makes the random choices, by the delays and fault rates of `conditions`. `note(event, *facts)` is called for
     the simulation's log. `on_landing` and `on_landed` are called before and after each portion of a read is copied.
@@ -93,7 +95,7 @@ class Network:
         self._cut: dict[frozenset[str], None] = {}
         self._stalled: list[SimFlight] = []
         self._ended: asyncio.Future[None] = loop.create_future()
-        """Future that is done at the next end of a read. `_landed` creates a new future for each wait."""
+        """Future that is done as soon as any read ends. `_landed` replaces this future before each wait."""
         self._context = copy_context()
 
     # --- hosts

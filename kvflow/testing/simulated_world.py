@@ -18,7 +18,7 @@ def send_through(network: Network, host: SimHost) -> Callable[[str, Frames, asyn
     """Return a function `send(address, frames, answered)` for the `InprocSideChannel` of the simulated host `host`.
 
     The function sends a request over the simulated network, and sets the result of the future `answered` to the answer.
-    Both take time, and may be lost; the answer may also be garbled.
+    The request and the answer each take time and may be lost; the answer may also be garbled.
     """
 
     def reaches(address: str) -> bool:

@@ -56,7 +56,7 @@ class SimProcess:
         self.name = name
         self.state = SimProcessState.RUNNING
         self.frozen_s = 0.0
-        """Total virtual seconds for which the process was frozen. A freeze counts once it has ended."""
+        """Total virtual seconds for which the process was frozen. A freeze is added when the process is thawed."""
         self._loop = loop
         self._since_s = 0.0
         self._context = copy_context()
@@ -307,7 +307,10 @@ class VirtualLoop(BaseEventLoop):
             self.after_step()
 
     def _asyncgen_firstiter_hook(self, generator: object) -> None:
-        """Do not finalize an async generator: its user closes it, and a generator of a dead process must never end."""
+        """Override both hooks of asyncio, which would close async generators, by a hook that does nothing.
+
+        The user of a generator closes the generator, and a generator of a dead process must never end.
+        """
 
     _asyncgen_finalizer_hook = _asyncgen_firstiter_hook
 

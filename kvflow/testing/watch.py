@@ -35,8 +35,8 @@ def calling_line(file: str) -> str:
 def checked_at_end(check: Callable[[], None], after_error: Callable[[], None] | None = None) -> Iterator[None]:
     """Call `check` when the `with` block ends.
 
-    If the block raises an error, and `after_error` is given, call `after_error` instead of `check`, which may rightly
-    fail after an error. An AssertionError of `after_error` or `check` replaces the block's error, which becomes its
+    If `check` may rightly fail after an error, give `after_error`, which is called instead if the block raises an
+    error. An AssertionError of `after_error` or `check` replaces the block's error, and has the block's error as its
     cause.
     """
     try:

@@ -106,9 +106,9 @@ def check_ucx_variables(name: str, _: Host, cuda: Cuda) -> Finding:
 
 
 def left_out_transports(tls: str) -> tuple[str, ...]:
-    """Return the transports, of cuda_copy and cuda_ipc, that `tls`, a value of UCX_TLS, leaves out.
+    """Return which of the transports cuda_copy and cuda_ipc a value of UCX_TLS does not enable.
 
-    `cuda` and `all` include both.
+    `tls`: the value; `cuda` and `all` in it enable both.
     """
     if not tls:
         return ()
@@ -237,9 +237,9 @@ def judge_gpu_path(cuda: Cuda, name: str, path: ReadPath | None) -> Finding:
 
 
 def slow_path_advice(cuda: Cuda) -> list[str]:
-    """Return advice for each fact that may keep two processes of one container from using cuda_ipc, the surest first.
+    """Return advice for each fact that may keep two processes of one container from using cuda_ipc.
 
-    The last advice is the fallback: staging in host memory.
+    Advice about the most certain cause comes first. The last advice is the fallback: staging in host memory.
     """
     found = []
     if any("expandable_segments:true" in value.lower() for value in cuda.environment.values()):

@@ -32,7 +32,7 @@ _ExtraKeys: TypeAlias = Annotated[list[str | tuple[str, int]], Meta(max_length=1
 
 
 class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Event: a prefix cache has stored consecutive blocks of a prompt, which follow the block `parent_block_hash`."""
+    """Event: a prefix cache has stored one or more consecutive blocks of a prompt."""
 
     block_hashes: _Hashes
     """The engine's own hashes of the stored blocks, in prompt order."""
@@ -45,12 +45,13 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     lora_id: int | None = None
     """Number of the LoRA adapter that computed the blocks, if any."""
     medium: str | None = None
-    """Kind of memory that holds the blocks. "GPU" or None is the cache that the engine computes with, even on a CPU."""
+    """Kind of memory that holds the blocks. "GPU" or None: the KV cache with which the engine computes, on any device.
+    """
     lora_name: str | None = None
     """Name of the LoRA adapter that computed the blocks, if any."""
     extra_keys: Annotated[list[_ExtraKeys | None], Meta(max_length=BLOCKS_MAX)] | None = None
-    """For each block, None or what its hash covers besides tokens: a cache salt as text, a picture as (identifier,
-    offset in tokens from the beginning of the block).
+    """One entry for each block: the keys that the block's hash covers besides the tokens; None if there are none. The
+    key of a cache salt is a text. The key of a picture is (identifier, offset in tokens from the block's start).
     """
     group_idx: int | None = None
     """Index of the blocks' group of layers, if the KV cache has several groups."""
@@ -106,10 +107,10 @@ def decode_batch(payload: bytes, *, peer: str = "") -> Iterator[KVEvent]:
         peer: name of the sender, for the error message.
 
     Returns:
-        An iterator over the events, in order. It skips events of unknown types, and raises no errors.
+        An iterator over the events, in order. Events of unknown types are skipped. Iterating raises no errors.
 
     Raises:
-        ProtocolError: `payload` is no batch, or the batch is too large.
+        ProtocolError: raised by the call itself: `payload` is no batch, or is too large.
     """
     if len(payload) > BATCH_BYTES_MAX:
         raise ProtocolError(
@@ -170,7 +171,7 @@ def encode_batch(events: Iterable[KVEvent], *, ts: float, data_parallel_rank: in
 
 
 def _event_as_map(event: msgspec.Struct) -> dict[str, Any]:
-    """Return an event as a dict of its fields by name. Leave out None values of fields that vLLM does not have.
+    """Return an event as a dict of its fields by name. If a field is unknown to vLLM and None, leave the field out.
 
     vLLM's router refuses a batch with an unknown key, even if the value is null.
     """

@@ -48,7 +48,9 @@ REPLAY_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventSource:
-    """A publisher of KV events: an engine, or one of its data parallel ranks, which have consecutive ports.
+    """A publisher of KV events: an engine with one data parallel rank, or one of an engine's data parallel ranks.
+
+    Each data parallel rank publishes at a port of its own: rank r at the port of rank 0 plus r.
 
     Args:
         holder: name of the publisher in results of `PrefixMap.holders`, such as the address of the publisher's side
@@ -73,7 +75,7 @@ class EventSource:
 
 @dataclass(slots=True, kw_only=True)
 class SourceStatistics:
-    """State and counts of the events of one publisher. `connected`: the connection for live events is open now.
+    """Connection state and counts of one publisher. `connected`: the connection for live events is open now.
 
     `sequence`: number of the last applied batch, -1 before the first. `batches`: applied batches. `replays`: replays
     asked for. `forgotten`: how often all blocks of the publisher were forgotten. `refused`: messages that were no batch
@@ -98,7 +100,7 @@ class _Follower:
         self._last_live = -1  # the last sequence number of a live message
         self._socket = self._context.socket(zmq.SUB)
         self._replays: list[zmq.asyncio.Socket] = []
-        """The socket of the last replay, open or closed; empty before the first replay."""
+        """List of one socket, that of the latest replay, open or closed. Before the first replay the list is empty."""
         self._monitor = self._socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
         try:
             self._connect()
@@ -162,7 +164,7 @@ class _Follower:
     async def _on_connection(self, event: int) -> None:
         """Handle `event`, a zmq.Event from the socket's monitor.
 
-        When a connection opens, have missed batches replayed. When the connection breaks, forget the publisher's
+        When a connection opens, ask for a replay of missed batches. When the connection breaks, forget the publisher's
         blocks.
         """
         self.statistics.connected = event == zmq.Event.HANDSHAKE_SUCCEEDED
@@ -172,7 +174,7 @@ class _Follower:
             await self._reset("its connection broke")
 
     async def _on_message(self, frames: Sequence[bytes]) -> None:
-        """Apply the batch of a live message to the map. If earlier batches were missed, have them replayed first."""
+        """Apply the batch of a live message to the map. If earlier batches were missed, first ask for their replay."""
         message = read_message(frames, LIVE_FRAME_COUNTS)
         if message is None or message[0] == END_OF_REPLAY:
             self._count_refused(f"a message without a sequence number, bytes of its frames: {_frame_sizes(frames)}")
@@ -287,7 +289,8 @@ def _frame_sizes(frames: Sequence[bytes]) -> str:
 class Subscriber:
     """Async context manager that applies the KV events of engines to a `PrefixMap`.
 
-    Use the map only in the event loop of the `async with` block. Cancelling that block ends all tasks.
+    Use the map only in the event loop of the `async with` block. The Subscriber's tasks end with that block, also if
+    the block is cancelled.
 
     Args:
         prefix_map: map that all events are applied to.

@@ -26,7 +26,8 @@ BLOCKS_MAX = 100_000
 WHOLE_PROMPT_KINDS = (None, "full_attention", "mla_attention", "sink_full_attention", "unknown")
 """vLLM's kinds of layer groups that keep the KV cache of the whole prompt; None: the event names no kind."""
 PIECE_TOKENS, _PIECE_BLOCKS = 2048, 64
-"""Maximum numbers of tokens (about) and blocks of an event that are applied before other tasks of the loop run."""
+"""An event is applied in steps of about this many tokens, but at most this many blocks. Between steps other tasks run.
+"""
 _DEFAULT_MEDIUM = "GPU"
 """Kind of memory (`medium`) of events that name none: the cache with which the engine computes."""
 _PLACES_MAX = 16
@@ -57,9 +58,10 @@ class _EngineBlocks:
     """The known blocks of one engine's prefix cache.
 
     `blocks` has the blocks by key, and `places` by place (kind of memory, group of layers and the engine's own hash).
-    An engine may store several copies of a block in one place, and publishes an event for each stored or removed copy;
-    `copies` counts the copies in a place with several. `leaves`: keys of the blocks that no other block follows, the
-    oldest first. `block_tokens`: the largest block size so far.
+    An engine may hold a block several times in one kind of memory and group, under the same hash, and publishes an
+    event for each copy that it stores or removes. `copies` has the number of copies for each place with more than one.
+    `leaves`: keys of the blocks that no other block follows, the oldest first. `block_tokens`: the largest block size
+    so far.
     """
 
     def __init__(self, media: Collection[str | None]) -> None:
@@ -107,7 +109,7 @@ class _EngineBlocks:
                 self._drop_block(block)
 
     def remove_steps(self, event: BlockRemoved) -> Iterator[None]:
-        """Remove one copy of each block that the event names, and places without a copy. Yield after each block."""
+        """Remove one copy of each block in the event. If that was the only copy, remove the place. Yield after each."""
         for name in event.block_hashes:
             place = (_medium_of(event), event.group_idx, name)
             copies = self.copies.pop(place, 1) - 1
@@ -141,7 +143,7 @@ class _EngineBlocks:
             self._remove_place(place)
 
     def _drop_block(self, block: _Block) -> None:
-        """Forget a block. If no other block follows the block's parent then, make the parent the oldest of `leaves`."""
+        """Forget a block. If the block's parent has no other child, make the parent the oldest of `leaves`."""
         del self.blocks[block.key]
         self.leaves.pop(block.key, None)
         parent = self.blocks.get(block.parent)
@@ -174,10 +176,10 @@ class PrefixMap:
 
     Args:
         salt: salt of all keys that the map is asked for.
-        blocks_max: maximum number of blocks to remember for all engines together. Beyond that, forget the oldest block
-            that no other block follows, of the engine with most blocks.
-        media: kinds of memory that count as the engine's cache; None: events that name no kind. Events about other
-            kinds are ignored.
+        blocks_max: maximum number of blocks to remember for all engines together. To make room, the map takes the
+            engine with most blocks, and forgets the oldest of that engine's blocks that no other block follows.
+        media: kinds of memory that count as the engine's cache. An entry None stands for events that name no kind.
+            Events about other kinds are ignored.
 
     Raises:
         RequestError: `salt` is not bytes or is too long, `blocks_max` is below 1, or `media` are no list of texts.
@@ -290,7 +292,8 @@ class PrefixMap:
     def _store_steps(self, engine_blocks: _EngineBlocks, event: BlockStored) -> Iterator[None]:
         """Add the event's blocks to `engine_blocks`. Yield after each block.
 
-        The iterator ends early if a block's key cannot be computed, or if the block before is unknown.
+        The iterator ends early at a block if the block's key cannot be computed, or if the block that precedes it in
+        the prompt is unknown.
         """
         size, place = event.block_size, (_medium_of(event), event.group_idx)
         parent = engine_blocks.parent_of(event)
@@ -307,7 +310,7 @@ class PrefixMap:
             yield
 
     def _evict_excess(self) -> None:
-        """Forget blocks until at most `blocks_max` are left, each time a block of the engine with most blocks."""
+        """While the map has more than `blocks_max` blocks, forget one of the engine that has most blocks."""
         over = self.blocks - self._blocks_max
         for _ in range(over):
             max(self._holders.values(), key=lambda engine_blocks: len(engine_blocks.blocks)).forget_oldest()
@@ -333,10 +336,10 @@ def _has_known_keys(event: BlockStored) -> bool:
 
 
 def _key_bytes_of(tokens: list[int], extra: Sequence[str | tuple[str, int]] | None, *, first: bool) -> bytes | None:
-    """Return a block's tokens as the bytes that its key hashes, with the cache salt and pictures marked in the tokens.
+    """Return the bytes of a block's tokens from which keys are computed.
 
-    `extra`: the block's `BlockStored.extra_keys`; if an entry has an unknown form, return None. `first`: the block is
-    the first of a prompt.
+    At the position of a cache salt or picture, `marked_by_keys` replaces the token id. `extra`: the block's
+    `BlockStored.extra_keys`; if an entry has an unknown form, return None. `first`: the block is the first of a prompt.
     """
     prompt = tokens
     if extra:

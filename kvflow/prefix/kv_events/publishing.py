@@ -67,12 +67,12 @@ class Publisher:
 
     @property
     def endpoint(self) -> str:
-        """Address at which events are published; in the `async with` block with the real port."""
+        """Address at which events are published. Inside `async with` the address has the port that was bound."""
         return self._endpoint
 
     @property
     def replay_endpoint(self) -> str | None:
-        """Address at which subscribers ask for missed batches, or None; with the real port inside `async with`."""
+        """Address at which subscribers ask for missed batches, or None. Inside `async with` it has the bound port."""
         return self._replay_endpoint
 
     async def __aenter__(self) -> Self:
