@@ -92,10 +92,7 @@ class Engine:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        """Wait for the steps already queued, and stop the thread. Closing twice is fine."""
+        """Wait for the steps already queued, and stop the thread."""
         await asyncio.to_thread(self._executor.shutdown)
 
     def statistics(self) -> EngineStatistics:
