@@ -58,7 +58,7 @@ _USES = {
 
 
 class RegisteredCache:
-    """One rank while its cache is registered. It makes and holds the objects that exist only during that time."""
+    """The registered cache of a rank, and all objects of the rank that exist only while the cache is registered."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class RegisteredCache:
         """The service that answers stock readers (vLLM's own NixlConnector); None if they are not served."""
         self.goodbyes = Goodbyes(self)
         self.begun_parts: list[Part] = []
-        """The runtime's parts (optional features) that use this cache, since their `registered` has returned.
+        """The runtime's parts (optional features) that use this cache: `Part.registered` has returned for each.
 
         When the cache ends, only these parts are ended: a part that refused the cache may belong to another runtime.
         """

@@ -78,8 +78,8 @@ class CopyThread:
     async def run_into_buffers(self, copy: Callable[[], None], give_back: Callable[[], None]) -> None:
         """Run `copy`, which writes into buffers, on the copy thread, and wait for its end. CopyFailed if it raises.
 
-        `give_back` frees the buffers. It is called if the copy fails or, if this coroutine is cancelled, when the copy
-        has ended. After a success the caller keeps the buffers.
+        `give_back` frees the buffers. If the copy fails, call `give_back`. If this coroutine is cancelled, the copy
+        goes on, and `give_back` is called after the copy. After a success the caller keeps the buffers.
         """
         copying = asyncio.ensure_future(self.run(copy))
 

@@ -32,14 +32,14 @@ async def wait_granted(queue: FairQueue, permit: Permit) -> None:
 
 
 class Pool:
-    """Gives out the numbers, 0 to `size` - 1, of equal buffers that are free. First come, first served."""
+    """A pool of `size` buffers with the numbers 0 to `size` - 1. Calls of `take` are served in their order."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._free = list(range(size - 1, -1, -1))
         self._queue = FairQueue((size,))
         self._permits: dict[int, Permit] = {}
-        """Permits of the calls that have not given their buffers back, by the first number that each call got."""
+        """The permit of each set of buffers that is taken now, by the first number of the set."""
 
     @property
     def used(self) -> int:
@@ -67,7 +67,7 @@ class Pool:
     def give_back(self, numbers: BlockIds) -> None:
         """Give back the buffers `numbers`, exactly the result of one call of `take` or `take_nowait`.
 
-        The next call that takes the same `count` gets the same numbers in the same order.
+        If the next call takes as many buffers, it gets `numbers` again, in the same order.
         """
         self._free.extend(numbers[::-1].tolist())
         self._queue.end(self._permits.pop(int(numbers[0])))
@@ -87,9 +87,9 @@ class CopyDirection(enum.StrEnum):
 
 BlockCopier: TypeAlias = "Callable[[KVCaches, Sequence[tuple[int, int]], CopyDirection], None]"
 """Function of the engine, `copy(host_caches, pairs, direction)`, that copies whole blocks of all layers between the
-engine's cache and `host_caches`, which has the same layer names and shapes but fewer blocks. `pairs` has (block id in
-the cache, block id in `host_caches`) for each block. It runs on kvflow's copy thread, and must return only when the
-copy is finished."""
+engine's cache and `host_caches`. The host caches have the layer names and shapes of the cache, but fewer blocks. Each
+item of `pairs` is (block id in the cache, block id in the host caches). kvflow calls the function on its copy thread;
+the function must return only when the copy is finished."""
 
 
 class HostBlocks:

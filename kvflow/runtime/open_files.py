@@ -30,7 +30,7 @@ ANSWER_FILES = 1
 READERS_STOP_AT = 8
 """Number of files that the process must still be able to open before a new reader or peer is connected."""
 SIDE_CHANNEL_STOPS_AT = 4
-"""Number of files that must be left to open; below it the side channel drops all its connections."""
+"""If the process can open fewer further files than this, the side channel drops all its connections."""
 
 _OPENING_FILES = {"nixl": 44, "inproc": 22}  # by transport
 _CONTEXT_FILES = 8  # of a ZeroMQ context, which starts its threads with the first socket

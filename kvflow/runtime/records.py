@@ -30,7 +30,7 @@ RecordT = TypeVar("RecordT", "LoadRecord", "LeaseRecord")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One attempt of a load that has several tickets, or `LoadRequest.again`: its producer and its outcome."""
+    """One attempt of a load with several tickets or with `LoadRequest.again`: the attempt's producer and outcome."""
 
     engine_id: str
     address: str
@@ -77,7 +77,7 @@ class LoadRecord:
     "verified", "repaired", "mismatch" or "unverified"."""
     freshness: str = ""
     """Kind of proof that the bytes were fresh, as in a `LoadReport`: "seal" or "deadline"; "" if the load read no
-    blocks, or ended before its sources were known."""
+    blocks, or ended before it was known from which ranks to read."""
     landed: Sequence[Moment] = ()
     """How many tokens had landed at which times, in seconds from the start of the load, if the lease opened before all
     tokens were computed. Else empty."""
@@ -91,7 +91,8 @@ class LoadRecord:
 class LeaseRecord:
     """A lease that has ended, and no longer holds its blocks.
 
-    `seconds`: "offered" until the lease ended; "held" from then until its blocks were free.
+    `seconds["offered"]` is the time for which the lease was open, `seconds["held"]` the time from the end of the lease
+    until its blocks were free.
     """
 
     engine_id: str

@@ -116,9 +116,10 @@ class Runtime:
     async def aclose(self) -> None:
         """Close the runtime: refuse new work, let loads and leases finish, revoke the rest, deregister, stop all tasks.
 
-        This takes at most Config.drain_timeout_s and transport_close_timeout_s. Closing twice is fine. If the runtime's
-        loop is closed, this may be called on any other loop. In a forked child, forget the parent's runtime and close
-        nothing. Cancelling stops the waiting; the closing goes on.
+        This takes at most 2 * Config.drain_timeout_s + Config.cancel_grace_s + Limits.seal_hold_s +
+        Limits.goodbye_timeout_s + 2 * Limits.transport_close_timeout_s. Closing twice is fine. If the runtime's loop is
+        closed, this may be called on any other loop. In a forked child, forget the parent's runtime and close nothing.
+        Cancelling stops the waiting; the closing goes on.
 
         Raises:
             RuntimeBroken: reads or a copy could not be stopped. Keep the registered memory until the process ends.
@@ -160,7 +161,8 @@ class Runtime:
 
         Raises:
             LayoutError: the tensors do not match their layout, or the groups do not fit together.
-            ConfigError: the transport cannot read the device of the tensors.
+            ConfigError: the transport cannot read the tensors' device, and there can be no host buffers (Config.staging
+                is "never", or `kvflow.staging` is not installed); or the memory cannot be registered.
             UsageError: a cache is registered already.
         """
         self._require("register_kv_caches", new_work=True)
@@ -174,9 +176,10 @@ class Runtime:
         deregisters the memory. After that `register_kv_caches` accepts another cache, of any layout. The new
         registration is another incarnation: no earlier ticket, seal or connection is valid for it.
 
-        Takes at most Config.cancel_grace_s, drain_timeout_s, Limits.seal_hold_s, goodbye_timeout_s and twice
-        transport_close_timeout_s. Without a cache, do nothing. Concurrent calls wait for the same end. Cancelling stops
-        the waiting; the unregistration goes on, and the cache may be freed once another call has returned.
+        This takes at most Config.cancel_grace_s + Config.drain_timeout_s + Limits.seal_hold_s +
+        Limits.goodbye_timeout_s + 2 * Limits.transport_close_timeout_s. Without a cache, do nothing. Concurrent calls
+        wait for the same unregistration. Cancelling stops the waiting; the unregistration goes on. Then call
+        `unregister` again: once that call has returned, the cache may be freed.
 
         Raises:
             RuntimeBroken: reads or a copy could not be stopped. Keep the memory until the runtime is closed.
@@ -226,8 +229,8 @@ class Runtime:
     ) -> None:
         """Announce that a request will not be served, for example since it was rejected or its prefill failed.
 
-        Loads that wait for the request's offer, after a pending ticket (`Ticket.rendezvous`), fail with PrefillFailed,
-        which has the reason. For a while, later loads of the request fail too. A later `serve_blocks` with the same
+        Loads of a pending ticket (`Ticket.rendezvous`) that wait for the request's offer fail with PrefillFailed, which
+        has the reason. For a while, later loads of the request fail too. A later `serve_blocks` with the same
         request id takes the announcement back. Allowed while the runtime drains. An engine of several ranks declines on
         each rank.
 
@@ -264,7 +267,8 @@ class Runtime:
 
         Concurrent loads take turns (`LoadRequest.priority`). A partial or stale read never counts as a success. If
         cancelled, return within Config.cancel_grace_s; if bytes may still land then, the load stays in `quarantines`
-        until they cannot. If your task may be cancelled, use `start_load`: its handle shows whether bytes may land.
+        until no byte can land. If your task may be cancelled, use `start_load`: the handle shows whether bytes may
+        land.
 
         Args:
             request: the ticket, and the local blocks to fill.
@@ -276,7 +280,7 @@ class Runtime:
             RequestError: the request or its ticket is wrong. Also PromptMismatch and BlocksBusy.
             PeerError: the producer, or the connection to it, failed.
             LoadError: LeaseExpired, PrefillFailed, TransferFailed, Overloaded or DeadlineExceeded. If bytes may still
-                land, its `quarantine` is the load.
+                land, the error's attribute `quarantine` is the load.
             RuntimeUnavailable: the runtime is draining or closed, or has no cache now.
             RuntimeBroken: the runtime can only be closed.
         """
@@ -307,9 +311,9 @@ class Runtime:
     async def release_blocks(self, ticket: Ticket | Mapping[str, Any]) -> bool:
         """Release the leases of a ticket without reading them, for example if the request was rejected before decode.
 
-        This sends one message to each rank, without a handshake. The lease then ends as if it had been read. If the
-        offer of a pending ticket does not exist yet, wait for it, within the ticket's `ttl_s`, and connect the ticket's
-        ranks. A late or repeated release changes nothing. Allowed while the runtime drains. If cancelled, some ranks
+        This sends one message to each rank, without a handshake. The lease then ends as if it had been read. For a
+        pending ticket, the call makes handshakes with the ticket's ranks, and waits for the offer, within the ticket's
+        `ttl_s`. A late or repeated release changes nothing. Allowed while the runtime drains. If cancelled, some ranks
         may have been notified.
 
         Args:

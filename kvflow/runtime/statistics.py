@@ -50,8 +50,8 @@ class RuntimeStatistics:
     """A snapshot of a runtime: its open objects, and counts of past events.
 
     `blocks` is None while no cache is registered; `serving` and `loading` are None before the first cache is
-    registered. In an abandoned runtime, which ended without its event loop, all three lack the counts of the last
-    registration, and may be None.
+    registered. If the event loop ended before the runtime was closed, `blocks` is None; `serving` and `loading` lack
+    the counts of the last registration, or are None.
 
     If a cache is registered again, `serving`, `loading` and `transport` go on counting.
     """

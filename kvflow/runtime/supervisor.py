@@ -205,7 +205,7 @@ class Supervisor:
 
     @property
     def registered_cache(self) -> RegisteredCache | None:
-        """The registered cache, also while it is being unregistered and its leases and loads end; else None."""
+        """The registered cache; None if there is none. A cache counts until its unregistration is complete."""
         return None if self.registration is None else self.registration.cache
 
     def require_running(self, *, new_work: bool = False) -> None:
@@ -322,9 +322,9 @@ class Supervisor:
     async def _close(self) -> None:
         """Close the runtime: end the registration, the listener, all tasks and all threads. Run by `Tasks.run_to_end`.
 
-        Task `kvflow-close`: begun by `aclose`, by a cancelled supervisor's task, or by a dropped runtime. It goes on if
-        the caller is cancelled. If the task itself is cancelled, it stops waiting for leases and loads. `aclose` raises
-        the task's error.
+        Task `kvflow-close`: begins when `aclose` is called, when the supervisor's task is cancelled, or when the
+        `Runtime` object is dropped. The task goes on if the caller of `aclose` is cancelled. If the task itself is
+        cancelled, the task stops waiting for leases and loads. `aclose` raises the task's error.
         """
         on_cancel = self._stop_draining
         try:
@@ -349,8 +349,8 @@ class Supervisor:
     async def _end_work(self, *, drained: bool = False) -> None:
         """End all leases and loads, and send goodbyes to readers.
 
-        If `drained`, first give leases and loads Config.drain_timeout_s to end by themselves, unless the runtime is
-        broken or the closing was cancelled.
+        `drained`: first wait, at most Config.drain_timeout_s, until leases and loads have ended by themselves. Do not
+        wait if the runtime is broken or the closing was cancelled.
         """
         cache = self.registered_cache
         if cache is None:

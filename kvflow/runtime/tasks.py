@@ -58,7 +58,7 @@ class Tasks:
         """Start the supervisor's task, which opens the task group and calls `begin`. Wait until `begin` has returned.
 
         `begin` spawns the first tasks. If the supervisor's task is cancelled before its first step, `begin` is not
-        called, and `cause` is set.
+        called, and `Tasks.cause` is set to a RuntimeBroken.
         """
         self._supervision = asyncio.create_task(self._supervise(begin), name="kvflow-supervisor")
         self._supervision.add_done_callback(lambda _: self._on_never_started())
@@ -145,8 +145,8 @@ class Tasks:
     async def _supervise(self, begin: Callable[[], None]) -> None:
         """Hold the task group until `stop` is called or a task dies. Body of the supervisor's task.
 
-        Task `kvflow-supervisor`: holds the runtime's task group, from opening to closing. If the program cancels this
-        task, it first closes the runtime.
+        Task `kvflow-supervisor`: holds the runtime's task group from the opening to the closing of the runtime. If the
+        program cancels this task, the task closes the runtime before the task ends.
         """
         try:
             async with asyncio.TaskGroup() as group:

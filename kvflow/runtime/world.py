@@ -58,7 +58,8 @@ class World:
     """True if errors that observers raise are only logged. If False, as in tests, closing the runtime raises the first.
     """
     real_process: bool = True
-    """True if the runtime runs in a real process: it is closed if it is dropped, or still open when Python ends.
+    """True if the runtime runs in a real process. An open runtime is then closed when the `Runtime` object is dropped,
+    and when Python ends.
 
     False in a simulation, where a process may die without closing its runtime.
     """

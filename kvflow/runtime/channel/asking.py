@@ -37,9 +37,9 @@ ATTEMPTS_MAX = 6
 """Maximum number of times to send a question, including the first, if connections close before the answer."""
 
 REFUSALS_MAX = 2
-"""Number of refused connections after which a question is still sent again; one more refusal is an error.
+"""Maximum number of refused connections after which one question is sent again. The next refusal is an error.
 
-A listener that drops all connections has no bound port for a moment, and refuses new ones meanwhile.
+A listener that drops all connections has no bound port for a moment, and refuses new connections meanwhile.
 """
 
 RETRY_PAUSES = BackOff(first_s=0.01, most_s=0.2)

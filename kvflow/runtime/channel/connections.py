@@ -245,7 +245,10 @@ class Connections:
         return None
 
     def open(self, route: ListenerRoute) -> KeptConnection:
-        """Open a new connection to `route`. Raises OSError if this process has too few open files left, or ZMQError."""
+        """Open a new connection to `route`.
+
+        OSError if this process can open too few further files, ZMQError if ZeroMQ cannot create the sockets.
+        """
         if why := open_files.asking_shortage(first=self._context is None):  # ZeroMQ would abort the process
             raise OSError(errno.EMFILE, why)
         if self._context is None:
@@ -291,10 +294,10 @@ class Connections:
             self._forget(connection)
 
     def _after_question(self, connection: KeptConnection, *, answered: bool) -> None:
-        """After a question on `connection` has ended, let later questions use the connection, or close it.
+        """Decide, after a question on `connection` has ended, whether later questions may use the connection.
 
-        `answered`: the question got an answer with its number. If not, no later question may use the connection. When
-        no question waits on it, the connection is kept for `KEPT_IDLE_S` if later questions may use it, else closed.
+        `answered`: the question got an answer with its number. If not, no later question may use the connection. Once
+        no question waits on the connection, close it, or keep it for `KEPT_IDLE_S` if later questions may use it.
         """
         route = connection.route
         if not answered:

@@ -126,9 +126,9 @@ class ZmqListener:
 
         If an answer is a future, answer other requests until it is done, then send its result.
 
-        Task `kvflow-listener`: runs from the opening to the closing of the runtime, beside the tasks
-        `kvflow-listener-requests`, `-connections`, `-files` and, if CURVE is used, `-keys`. If one dies, the runtime
-        breaks.
+        Task `kvflow-listener`: runs from the opening to the closing of the runtime. It starts the tasks
+        `kvflow-listener-requests`, `-connections`, `-files` and, if CURVE is used, `-keys`. If any of these tasks dies,
+        the runtime breaks.
         """
         if self._in_forked_child:
             return
@@ -226,8 +226,8 @@ class ZmqListener:
     def _send(self, sender: bytes, asked: codec.Header, reply: messages.Reply) -> None:
         """Send `reply` to `sender`. `asked`: header of the request.
 
-        If the reply is larger than the reader accepts, send a smaller one (`_reply_instead`). If the reader's
-        connection is full, drop the reply.
+        If the reply is larger than the reader accepts, send a smaller one (`_reply_instead`). If the queue of replies
+        to the reader is full, drop the reply.
         """
         outcome = "answered"
         if isinstance(reply, messages.Refusal):
@@ -256,9 +256,9 @@ class ZmqListener:
         self._send_frames([sender, b"", *frames], "answered")
 
     def _send_frames(self, frames: list[bytes], outcome: str) -> None:
-        """Send the frames of an answer, and increment the counter `outcome`.
+        """Send the frames of an answer, and increment the counter that `outcome` names: "answered" or "refused".
 
-        If the connection to the reader is full, drop the answer and count that instead.
+        If the queue of answers to the reader is full, drop the answer, and increment the counter "dropped" instead.
         """
         sent = self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
         assert isinstance(sent, asyncio.Future), "and it is done: nothing waits to be sent"
@@ -338,7 +338,7 @@ class ZmqListener:
                 self._bind_again()
 
     def _drop_all_if_needed(self) -> None:
-        """Drop all connections, by unbinding the port, if there are too many or few open files are left."""
+        """If there are too many connections, or too few further files can be opened, drop all: unbind the port."""
         if not self._drop_reason and (why := self._why_drop_all()):
             self._drop_reason = why
             self._socket.unbind(self._endpoint)
@@ -352,7 +352,7 @@ class ZmqListener:
         return open_files.shortage(1)
 
     def _bind_again(self) -> None:
-        """Bind the port again, if this process has enough open files left; otherwise change nothing."""
+        """Bind the port again, if this process can open enough further files; otherwise change nothing."""
         if open_files.shortage(open_files.SIDE_CHANNEL_STOPS_AT):
             return
         try:
@@ -376,9 +376,9 @@ def _property(frame: zmq.Frame, name: str) -> str | None:
 
 
 def _reply_instead(reply: messages.Reply, why: str) -> messages.Reply:
-    """Return a smaller reply to send instead of `reply`, which is larger than the reader accepts, for the reason `why`.
+    """Return a small reply with the reason `why`, to send instead of `reply`, which is larger than the reader accepts.
 
-    It is a failed lease in place of an offer, and a refusal in place of any other reply.
+    If `reply` has an offer, the small reply is a `LeaseAnswer` with the state FAILED, otherwise a `Refusal`.
     """
     if isinstance(reply, messages.LeaseAnswer) and reply.offer is not None:
         given = counted(sum(map(len, reply.offer.block_ids)), "block id")

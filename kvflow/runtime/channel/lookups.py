@@ -85,8 +85,8 @@ def _has_route(entry: tuple[Any, ...]) -> bool:
 def _look_up(host: str, slots: asyncio.Semaphore, found: asyncio.Future[str]) -> None:
     """Look up `host`, then set the address or the error on `found` and release `slots`, both on the event loop.
 
-    Thread `kvflow-lookup <host>`: begun by a question to a host that is given by name. It ends when the resolver
-    answers. The question raises the lookup's error.
+    Thread `kvflow-lookup <host>`: `SideChannel.ask` and `listen` begin this thread for a host that is given by name.
+    The thread ends when the resolver answers. If the lookup fails, `ask` raises PeerUnreachable.
     """
     outcome: str | Exception
     try:
@@ -129,8 +129,8 @@ _FAMILIES: dict[str, list[socket.AddressFamily]] = {
 async def own_host(config: Config) -> str:
     """Return the host to write into tickets: the configured host or, for "auto", this host's address as peers reach it.
 
-    The lookup takes at most Config.handshake_timeout_s. ConfigError if this host has no route to the host in
-    `advertise_host`, or if that name cannot be looked up.
+    For "auto:HOST", that is the address from which this host reaches HOST. ConfigError if HOST cannot be looked up
+    within Config.handshake_timeout_s, or if this host has no route to HOST; for "auto", if it has no default route.
     """
     toward = config.advertise_toward
     if toward is None or not config.listens_everywhere:
@@ -152,7 +152,7 @@ async def own_host(config: Config) -> str:
 async def _target_addresses(config: Config, toward: str, families: Sequence[socket.AddressFamily]) -> list[Target]:
     """Return the (family, address) pairs of the host `toward`, sorted in the order of `families`.
 
-    If `toward` is empty, return one distant address for each family, to which only a default route leads.
+    If `toward` is empty, return one address of each family that this host can reach only by its default route.
     """
     if not toward:
         return [(family, _DISTANT_ADDRESSES[family]) for family in families]

@@ -12,7 +12,7 @@ from kvflow.core.bounds import REASON_CHARS_MAX
 from kvflow.core.protocol import codec, messages
 
 QUESTIONS_MAX = 8
-"""Maximum number of questions that wait for answers on one connection. A listener queues up to as many answers."""
+"""Maximum number of questions that wait for answers on one connection. A listener has room to queue all these answers."""
 
 Answered: TypeAlias = "messages.Reply | asyncio.Future[messages.Reply]"
 """A reply to a peer, or a future of the reply. Other requests are answered until the future is done.
@@ -30,9 +30,9 @@ def refusal(reason: str, *, transient: bool = False) -> messages.Refusal:
 
 
 AnswerStock: TypeAlias = Callable[[bytes], "list[bytes] | None"]
-"""Function that answers a question of a stock engine (vLLM's own NixlConnector), which is one frame.
+"""Function that takes the only frame of a question from a stock engine (vLLM's own NixlConnector).
 
-It returns the frames of the answer, or None to send none.
+The function returns the frames of the answer, or None to send no answer.
 """
 
 
@@ -46,7 +46,8 @@ class ListenerStatistics:
     answered: int
     refused: int
     dropped: int
-    """Number of messages without an answer, because they could not be decoded or the connection was full."""
+    """Number of messages without an answer, because they could not be decoded, or because the queue of answers to the
+    peer was full."""
     over_rate: int = 0
     """Number of messages without an answer, because the peer asked too often."""
     rejected: int = 0
@@ -54,7 +55,8 @@ class ListenerStatistics:
     no kvflow peer."""
     connections: int = 0
     recycled: int = 0
-    """Number of times that all connections were dropped: there were too many, or too few open files were left."""
+    """Number of times that all connections were dropped, because there were too many connections, or because this
+    process could open too few further files."""
 
 
 class Listener(Protocol):

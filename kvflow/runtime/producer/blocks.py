@@ -37,8 +37,8 @@ OnError: TypeAlias = "Callable[[BaseException], None]"
 class _Advance:
     """One call of `Lease.advance`: the first `tokens` tokens are computed once a device event has happened.
 
-    `watch` reports the device event, for example a torch.cuda.Event. The advance takes effect when it and all earlier
-    ones of the lease are `done`.
+    `watch` reports the device event, such as a torch.cuda.Event. `done` is True once that event has happened. The
+    advance takes effect once `done` is True for this advance and for all earlier advances of the lease.
     """
 
     tokens: int
@@ -65,9 +65,12 @@ class HeldBlocks:
     """
     num_tokens: int
     offered_tokens: int
-    """Number of tokens that the complete block tables hold: `num_tokens`, or fewer if only full blocks are offered."""
+    """Number of tokens that all blocks of the lease hold: `num_tokens`, or fewer if only full blocks are offered.
+
+    Blocks that `Lease.extend` has still to add count as well.
+    """
     counts: tuple[int, ...]
-    """Number of blocks of each group in the complete block tables."""
+    """Number of blocks of each group in the lease, including blocks that `Lease.extend` has still to add."""
     extends: bool
     """True while the lease has too few blocks for its tokens. `Lease.extend` will add the others."""
     advances: deque[_Advance] = field(default_factory=deque)
@@ -83,7 +86,7 @@ class HeldBlocks:
     history: History | None = None
     """Record of how many tokens were computed at which time; None if all were computed when the lease was opened."""
     on_error: OnError | None = None
-    """Callback that gets an error after which missing tokens can never be read, and fails the lease."""
+    """Callback that fails the lease. It is called with the error if peers can never read the missing tokens."""
     on_readable: Callable[[], None] | None = None
     """Callback, called whenever peers can read more tokens than before."""
     on_free: Callable[[], None] | None = None
@@ -100,7 +103,7 @@ class HeldBlocks:
 
     @property
     def announced(self) -> int:
-        """Number of tokens in the last `Lease.advance`: computed now, or once its device event has happened."""
+        """Number of tokens in the last `Lease.advance`, even if the device event of that call has not happened yet."""
         return self.advances[-1].tokens if self.advances else self.computed
 
     @property
@@ -199,7 +202,7 @@ class OfferedBlocks:
         held.tables, held.entries, held.extends = tables, entries, _lacks_blocks(tables, held.counts)
 
     def tokens_with_blocks(self, held: HeldBlocks) -> int:
-        """Return how many of the prompt's first tokens are in the lease's blocks of all groups (the minimum)."""
+        """Return for how many of the prompt's first tokens the lease has blocks now, in every group."""
         return tokens_held(self._groups, tuple(map(len, held.tables)), held.counts, held.num_tokens)
 
     def _check_fits(self, counts: tuple[int, ...], tokens: int, what: str) -> None:
@@ -320,7 +323,8 @@ class OfferedBlocks:
     def give_back(self, held: HeldBlocks, on_free: Callable[[], None]) -> None:
         """Free the blocks of a lease as soon as no copy to host blocks reads them, then call `on_free`.
 
-        Call this only after `close` and the hold (`limits.seal_hold_s`), when no read of these blocks can succeed.
+        Call this once no read of these blocks can succeed: `limits.seal_hold_s` after `close` or, if
+        `LeaseEntry.holds_blocks` is False, immediately after `close`.
         """
         if held.failed:
             self._seals.retire_slot(held.seal_index)
@@ -409,10 +413,10 @@ def _lacks_blocks(tables: Sequence[BlockIds], counts: Sequence[int]) -> bool:
 
 
 def _blocks_of(group: GroupFacts, count: int, num_tokens: int, tokens: range) -> slice:
-    """Return the slice of a group's block table with the blocks that hold the token positions `tokens`.
+    """Return, as a Python slice, the part of a group's block table that holds the tokens at the positions `tokens`.
 
-    `tokens` begin at a block boundary. The table has `count` blocks, the last of which holds the last of `num_tokens`
-    tokens. The table of a sliding-window group may begin after the first token.
+    `tokens` begins at a block boundary. The table has `count` blocks, and its last block holds the last of the
+    `num_tokens` tokens. The table of a sliding-window group may lack the blocks of the prompt's first tokens.
     """
     first = 0 if group.whole else max(-(-num_tokens // group.block_size) - count, 0)
     begin, end = (min(max(-(-edge // group.block_size) - first, 0), count) for edge in (tokens.start, tokens.stop))

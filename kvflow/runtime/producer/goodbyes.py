@@ -44,9 +44,10 @@ class Goodbyes:
         return len(self._readers)
 
     def remember(self, caller: Address) -> None:
-        """Remember the reader at `caller`, so that `send_all` sends it a goodbye. Ignore an impossible address.
+        """Remember the reader at `caller`, so that `send_all` sends it a goodbye.
 
-        If more than `Limits.readers_max` readers are remembered, forget the one that connected least recently.
+        If the host, port or engine id of `caller` is invalid, ignore the reader. If more than `Limits.readers_max`
+        readers are remembered, forget the one that connected least recently.
         """
         if not _is_possible(caller):
             logger.info("reader not remembered: goodbyes cannot be sent to %.100r", caller)

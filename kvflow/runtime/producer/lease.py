@@ -38,8 +38,8 @@ class ServeRequest:
 
     The last block may be partly filled. An engine that offers only full blocks may give fewer blocks than the tokens
     need, and none for a prompt shorter than a block. `ttl_s` defaults to Config.lease_ttl_s. The lease ends as READ
-    once `reader_count` engines have read it, each with all of its ranks. Lists may be arrays and numbers may be
-    numpy's; the ticket has Python's own types.
+    once `reader_count` engines have read it, each with all of its ranks. A field may be an array instead of a list, or
+    a number of numpy; the ticket has only built-in types.
     """
 
     request_id: str
@@ -92,7 +92,7 @@ class ServingStatistics:
     duplicate_notifications: int
     malformed_notifications: int
     digests: int = 0
-    """Number of readers' questions for digests of leased blocks that were answered."""
+    """Number of answered questions in which readers asked for digests of leased blocks."""
     digests_refused: int = 0
     late_reads: int = 0
     """Number of reads that stock readers (vLLM's own NixlConnector) reported after the lease had ended.
@@ -112,7 +112,7 @@ class LeaseOutcome(enum.StrEnum):
 
 @dataclass(slots=True, eq=False)
 class OpenLease:
-    """A lease that is open, or has ended and still holds its blocks: lease book entry, ticket, blocks and outcome."""
+    """The `LeaseEntry`, ticket, blocks and outcome of a lease that is open, or has ended and still holds its blocks."""
 
     entry: LeaseEntry
     ticket: Ticket
@@ -142,14 +142,14 @@ class OpenLease:
         return messages.digest_of(ids if len(ids) > 1 else ids[0]) == blocks_digest
 
     def rank_lease(self) -> RankLease:
-        """Return this rank's entry in tickets, for a reader with a ticket without this entry."""
+        """Return this rank's `RankLease`, for the answer to a reader with a ticket that does not have this entry."""
         own, held = self.ticket.first, self.held
         return msgspec.structs.replace(own, pending=held.computed < held.num_tokens or self.ticket.extends)
 
     def offer(self, queued_bytes: int = 0) -> messages.Offer:
         """Return an offer of this lease's tokens, block tables and `ttl_s`, for a reader without the lease's ticket.
 
-        `queued_bytes`: bytes that other readers may read first.
+        `queued_bytes`: number of bytes that are leased to other readers and may be read before the bytes of this lease.
         """
         ticket = self.ticket
         return messages.Offer(
@@ -264,9 +264,9 @@ class Lease:
     def advance(self, num_tokens: int, ready: DeviceEvent | None = None) -> None:
         """Announce that the first `num_tokens` tokens are computed in all groups, now or once `ready` has happened.
 
-        For a lease that was opened with `computed_tokens`. Readers read the computed tokens as they are announced, and
-        finish when all tokens are. Recurrent state is read with the last token. Each advance takes effect after all
-        earlier ones. No effect on a lease that has ended.
+        The lease must have been opened with `computed_tokens`. Readers read tokens as soon as these are announced and
+        computed, so a load ends after the announcement of the last token. Recurrent state is read with the last token.
+        Each advance takes effect after all earlier ones. No effect on a lease that has ended.
 
         Args:
             num_tokens: number of computed tokens, from the first token of the prompt.

@@ -86,14 +86,14 @@ class LeaseAnswers:
         They answer questions that come when the request has no open lease.
         """
         self._redirects = BoundedMap[str, messages.LeaseAnswer](_KEPT_ANSWERS_MAX)
-        """Answers by request id, for requests that the router sent to another engine, as that engine has reported."""
+        """Answers by request id, for requests that the router sent to another engine, as recorded by `redirect`."""
         self.refusal_reason = ""
         """Reason why this rank opens no further leases; "" while it still opens leases."""
 
     def answer(self, question: messages.LeaseRequest) -> Answered:
         """Return the answer to `question`, or a future of the answer if the question must wait.
 
-        A question waits for at most its `wait_s`. WireError if the question is impossible.
+        A question waits for at most its `wait_s`. WireError if `question.known` does not fit the lease's blocks.
         """
         reply = self._answer_now(question)
         return self._hold_question(question) if reply is None else reply
@@ -115,10 +115,11 @@ class LeaseAnswers:
         self._keep_answer(request_id, _failed_answer(reason))
 
     def redirect(self, question: messages.DeclineRequest) -> messages.Ack:
-        """Answer waiting and later questions about a request with the pending ticket of another engine.
+        """Answer waiting and later questions about a request that the router has sent to another engine.
 
-        That engine has sent `question`, since a router sent the request to that engine while readers wait at this one.
-        A request that is or was served here, or is declined here, keeps its answers.
+        `question`: the notice from the other engine. The answer has the reason in the notice and, if the notice has
+        one, the pending ticket with which readers go on at the other engine. A request that is or was served here, or
+        is declined here, keeps its answers.
         """
         self._redirects[question.request_id] = _failed_answer(question.reason, question.instead)
         self.answer_waiting(question.request_id)
@@ -137,7 +138,10 @@ class LeaseAnswers:
                 self._reply(waiting, reply)
 
     def refuse_questions(self, why: str) -> None:
-        """Refuse, because of `why`, waiting and later questions about leases that are not open: none will open."""
+        """Refuse questions about leases that are not open, those that wait now and all later ones.
+
+        `why`: reason why this rank opens no further leases, for the refusals.
+        """
         self.refusal_reason = why
         for request_id in list(self._of_request):
             self.answer_waiting(request_id)
@@ -191,7 +195,7 @@ class LeaseAnswers:
     def _hold_question(self, question: messages.LeaseRequest) -> Answered:
         """Add `question` to the waiting questions, and return the future of its reply.
 
-        Without room or if the question does not ask to wait, return the answer that nothing has changed.
+        If too many questions wait already, or if `question.wait_s` is 0, return the answer that nothing has changed.
         """
         reader = messages.claimed_engine_id(question)
         others = self._of_request.get(question.request_id, ())

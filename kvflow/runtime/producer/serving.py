@@ -84,7 +84,7 @@ class Serving:
         self._outcomes = dict.fromkeys(map(str, LeaseOutcome), 0)
         self._notifications = dict.fromkeys(Counted, 0)
         self.digests = {"digests": 0, "digests_refused": 0}
-        """Numbers of answered and of refused questions for digests of blocks, which `verify.LoadVerifier` counts."""
+        """Numbers of readers' questions for digests, answered and refused. `verify.LoadVerifier` counts them."""
         self._late_reads = 0
         self.lease_answers = LeaseAnswers(cache.clock, cache.incarnation, self.open_lease, self._book.ended_recently)
         self._growing: Any = None
@@ -229,7 +229,7 @@ class Serving:
         return held
 
     def on_notification(self, payload: bytes) -> None:
-        """Decode a reader's notification, and mark the leases that it lists as read or renew them."""
+        """Decode a reader's notification. For each lease in the notification, record a read or renew the lease."""
         try:
             if len(payload) > notifications.NOTIFICATION_BYTES_MAX:
                 raise codec.WireError(f"{counted(len(payload), 'byte')}")
@@ -249,7 +249,7 @@ class Serving:
     def find_lease(self, lease_id: str, request_id: str) -> OpenLease | None:
         """Return the open lease with both this lease id and this request id, or None.
 
-        A question with the lease id comes from a reader of the lease, since only its readers know the id.
+        This lookup authorizes a reader's question: only readers of a lease know its lease id.
         """
         entry = self._book.find(lease_id)
         if entry is None or not entry.is_open or entry.request_id != request_id:
@@ -299,7 +299,7 @@ class Serving:
         await self._all_ended.wait()
 
     def close(self) -> None:
-        """Revoke all open leases, and refuse waiting and later questions of readers about leases that are not open."""
+        """Revoke all open leases. Refuse waiting questions about requests without a lease, and all later ones."""
         self.lease_answers.refuse_questions("it is closing, or its cache is being unregistered")
         for entry in list(self._open_leases):
             self._end_lease(entry, "revoke")
@@ -348,7 +348,7 @@ class Serving:
         self.fail(entry, f"{type(error).__name__}: {checks.error_text(error)}")
 
     def _end_lease(self, entry: LeaseEntry, event: LeaseEvent) -> None:
-        """End a lease by firing `event` in its state table. No effect if the lease has ended."""
+        """End a lease because of `event`, for example "revoke". No effect if the lease has ended."""
         if self._book.end(entry, event, self._clock.now_s()):
             self._after_end(entry)
             self._set_alarm()
@@ -356,7 +356,8 @@ class Serving:
     def _after_end(self, entry: LeaseEntry) -> None:
         """Wipe the seal of a lease that has just ended, and answer the questions that wait for the lease.
 
-        If the lease has a hold, the alarm gives its blocks back later; otherwise give them back now.
+        If `entry.holds_blocks`, `_on_alarm` gives the blocks back after `limits.seal_hold_s`; otherwise give the blocks
+        back now.
         """
         offer, failed = self._open_leases[entry], entry.state is LeaseState.FAILED
         self._blocks.close(offer.held, failed=failed)
