@@ -12,7 +12,7 @@ from kvflow.core.bounds import REASON_CHARS_MAX
 from kvflow.core.protocol import codec, messages
 
 QUESTIONS_MAX = 8
-"""Maximum number of questions that wait for answers on one connection. A listener has room to queue all these answers."""
+"""Maximum number of questions that wait for answers on one connection. A listener can queue all these answers."""
 
 Answered: TypeAlias = "messages.Reply | asyncio.Future[messages.Reply]"
 """A reply to a peer, or a future of the reply. Other requests are answered until the future is done.
