@@ -31,15 +31,15 @@ class _Prompt:
     keys: Sequence[bytes]
     """For each full block of the prompt, in order: the key of the prompt's prefix that ends with that block."""
     reported: int = 0
-    """Number of blocks, from the beginning of the prompt, that the workers know."""
+    """Number of leading blocks of the prompt that have been reported to the workers as filled."""
 
 
 class CachedPrompts:
-    """Reports to an engine's workers which blocks hold which prompts, for the workers to share with peers.
+    """Reports to an engine's workers which blocks hold which prompts. The workers let peers read these blocks.
 
-    A block has `block_tokens` tokens in all groups. `watch` takes block ids, and has the engine's block pool call
-    `note_reused` when the pool reuses one of these blocks. In block tables, `null_block` stands where the group needs
-    no block.
+    Each block, of whichever group, has `block_tokens` tokens. `watch` takes block ids, and has the engine's block pool
+    call `note_reused` when the pool reuses one of these blocks. In a group's block table, `null_block` stands where the
+    group needs no block.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class CachedPrompts:
         self._null_block = null_block
         self._prompts: dict[str, _Prompt] = {}
         self._key_of: dict[int, bytes] = {}
-        """Prefix key of the tokens in each block, by block id, as the workers will know after the next step."""
+        """By block id, the prefix key that the workers will have for the block once they get the next step."""
         self._reused: list[int] = []
         self._cached_blocks: list[CachedBlocks] = []
         """Blocks of requests that have ended since the last step, for the next report. The pool may have reused some of
@@ -78,7 +78,7 @@ class CachedPrompts:
     def build_step(
         self, step: Step, scheduled: Mapping[str, int], *, preempted: Iterable[str], block_ids: GroupTablesOf
     ) -> None:
-        """Set in `step` the reused blocks and the blocks that this step fills with tokens of prompts.
+        """Set `step.reused` to the blocks reused since the last step, and `step.cached_blocks` to newly filled blocks.
 
         `scheduled` has each request's total of computed tokens after the step. `preempted` are the ids of requests that
         have lost their blocks. `block_ids` returns a request's block tables.
@@ -113,10 +113,10 @@ class CachedPrompts:
             self._cached_blocks += self._newly_cached(keys()[:full], range(prompt.reported, full), block_ids)
 
     def _newly_cached(self, keys: Sequence[bytes], span: range, tables: Sequence[Sequence[int]]) -> list[CachedBlocks]:
-        """Return a list with one report of the blocks at the indexes `span` of a request's block tables.
+        """Return a list with one `CachedBlocks`, for the blocks at the indexes `span` of a request's block tables.
 
-        `keys` has the prefix key for each index. Leading blocks that the workers know are left out. Return [] if none
-        remains.
+        `keys[i]` is the prefix key of the blocks at index i. Leading blocks that were reported before are left out. If
+        all blocks were reported before, return [].
         """
         rows = [tuple(self._block_at(table, at) for table in tables) for at in span]
         known = (

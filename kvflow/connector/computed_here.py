@@ -19,7 +19,7 @@ _LOG_PERIOD_S = 60.0
 class ComputedHere(Counter[str]):
     """Number of requests with a ticket that were computed locally since the last log line, by reason.
 
-    A reason is a text that follows "because".
+    A reason is a text like "its load failed", which the log line has after "because".
     """
 
     _logged_s = -_LOG_PERIOD_S

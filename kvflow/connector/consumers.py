@@ -44,8 +44,8 @@ class _Consumer:
     """Tickets for the request's prompt. If a load with one fails, the next is tried."""
     use: _TicketUse
     offered_tokens: int = 0
-    """Number of prompt tokens that can be loaded. 0 if the first ticket offers no blocks, or more tokens than can be
-    loaded."""
+    """Number of prompt tokens that the first ticket offers or, if pending, is expected to offer. 0 if the offer has no
+    blocks, or has more tokens than this engine can load: then nothing is loaded."""
     prompt: Sequence[int] | None = None
     """The prompt's token ids, if a ticket is pending and the engine knows the ids; else None. A pending ticket does not
     say which prompt it is for, so the load compares prompts."""
@@ -81,8 +81,8 @@ class _TicketUse:
     def remove_reader(self, reader: _Consumer, *, unread: bool) -> bool:
         """Remove `reader`, which no longer needs the ticket. Return True if the workers must release the ticket.
 
-        `unread`: `reader` has not begun to load. If it has, only the last reader of a shared ticket leaves something to
-        release: a load with an unshared ticket notifies the producer itself.
+        `unread`: `reader` has not begun to load; then return True. After a load with an unshared ticket return False,
+        since the load notifies the producer. After a load with a shared ticket return True only for the last reader.
         """
         self.readers.remove(reader)
         self.load_tried = self.load_tried or not unread or reader.state is ConsumerState.LOCAL
@@ -156,10 +156,11 @@ class ConsumingRequests:
     def _refuse_mismatch(
         self, request: EngineRequest, tickets: tuple[Ticket, ...], prompt: Sequence[int], what: str
     ) -> bool:
-        """If a ticket is for the same tokens but, for example, other pictures, record a refusal and return True.
+        """Compare the prompts of `tickets` with `prompt`, the request's token ids. Return False if none differs.
 
-        If all tickets are for `prompt`, the request's marked token ids, return False. PromptMismatch if a ticket is for
-        other tokens; `what` begins the message. No ticket is released, since the ticket's own request may still come.
+        If a ticket's prompt has the tokens of `prompt` but, for example, other pictures, record a refusal of the
+        request and return True. PromptMismatch, with a message that begins with `what`, if the tokens differ, or if the
+        prompt of an earlier ticket agrees. Release no ticket: the request that a ticket is meant for may still come.
         """
         agreed = False
         for ticket in tickets:
@@ -202,9 +203,9 @@ class ConsumingRequests:
         return found
 
     def refusal(self, request_id: str) -> PromptMismatch | None:
-        """Return the error with which a request must fail, because its ticket is for other pictures or the like.
+        """Return the error with which a request must fail if the ticket's prompt has, for example, other pictures.
 
-        None for any other request.
+        The tokens of both prompts are the same. None for any other request.
         """
         request = self._requests.get(request_id)
         return None if request is None else request.refusal
@@ -220,7 +221,7 @@ class ConsumingRequests:
                 request.refusal = error
 
     def adopt(self, request_id: str, tickets: tuple[Ticket, ...]) -> None:
-        """Add a request that may load a prefix of its prompt with `tickets`, which peers have sent as answers.
+        """Add a request that may load a prefix of its prompt with `tickets`, which peers have offered when asked.
 
         UsageError if the request has a ticket already.
         """
@@ -240,9 +241,9 @@ class ConsumingRequests:
             self.give_back(request.request_id, tickets)
 
     def give_back(self, request_id: str, tickets: tuple[Ticket, ...], *, last: bool = True) -> None:
-        """Have the next step release `tickets`, which a request will not read. Ignore tickets without blocks.
+        """Have the next step release `tickets`, since a request will not read their blocks.
 
-        `last`: no other request needs the tickets, so their producers are notified.
+        `last`: no other request needs the tickets, so their producers are notified. Tickets without blocks are ignored.
         """
         if tickets[0].awaited or any(tickets[0].block_tables):
             self._next_step.release.append(Release(request_id=request_id, tickets=tickets, last=last))
@@ -322,7 +323,7 @@ class ConsumingRequests:
         return (first, *others)
 
     def _expect(self, request_id: str, tickets: tuple[Ticket, ...], use: _TicketUse) -> _Consumer:
-        """Add a request in state EXPECTED that may load with `tickets`, also to `use.readers`. Return the request."""
+        """Record a new request in state EXPECTED that may load with `tickets`, and add it to `use.readers`. Return it."""
         consumer = self._requests[request_id] = _Consumer(request_id=request_id, tickets=tickets, use=use)
         use.readers.append(consumer)
         return consumer

@@ -41,7 +41,7 @@ class PagedGroup(NamedTuple):
         return range(first, max(-(-tokens // size), first))
 
     def blocks(self, ids: Sequence[int], computed: int, tokens: int) -> tuple[int, ...]:
-        """Return the ids of the registered blocks at the indexes `span(computed, tokens)` of a request's block table.
+        """Return the ids of the registered blocks that hold a prompt's tokens after its first `computed` tokens.
 
         Args:
             ids: the request's block table for this group, with ids of the engine's blocks.
@@ -49,8 +49,8 @@ class PagedGroup(NamedTuple):
             tokens: as in `span`.
 
         Returns:
-            Ids of registered blocks; fewer if the table is too short. For a group of recurrent state, only the slot
-            with the request's state, or nothing if `span` is empty.
+            One id for each index in `span(computed, tokens)`; fewer if the table is too short. For a group of recurrent
+            state, only the slot with the request's state, or nothing if `span` is empty.
         """
         span, split = self.span(computed, tokens), self.split
         if self.facts.kind is GroupKind.STATE:
@@ -73,7 +73,10 @@ def as_registered(facts: GroupFacts, block_size: int) -> PagedGroup:
 
 
 class PagedGroups:
-    """All groups of layers of an engine's cache, with the engine's block sizes and the ranks' (at first the same)."""
+    """All groups of layers of an engine's cache, with the engine's block size and the ranks' block size for each group.
+
+    The ranks' block sizes are equal to the engine's until `set_block_sizes` is called.
+    """
 
     def __init__(self, facts: Sequence[GroupFacts]) -> None:
         self._facts = tuple(facts)

@@ -51,7 +51,7 @@ class _ReportedBlocks:
 class PagedPrefixCache:
     """Finds prompts' prefixes in an engine's paged cache, for peers to read. Implements `PrefixCache`.
 
-    If the engine reuses blocks of a pinned prefix, the prefix's leases end. A block has `block_tokens` tokens.
+    The engine may reuse blocks of a pinned prefix: then the prefix's leases end. A block has `block_tokens` tokens.
     """
 
     def __init__(self, groups: Sequence[PagedGroup], block_tokens: int) -> None:
@@ -65,7 +65,7 @@ class PagedPrefixCache:
         self._pinned: dict[int, tuple[PinnedPrefix, frozenset[int]]] = {}
         """Prefixes that peers may be reading, and the ids of the engine's blocks that hold each, by `id(pinned)`."""
         self._unread_waiters: dict[int, asyncio.Future[None]] = {}
-        """For `wait_unread`: futures that are done once no peer reads a pinned prefix, by `id(pinned)`."""
+        """For each pinned prefix that `wait_unread` waits for, by `id(pinned)`: a future that `unpin` completes."""
 
     def __repr__(self) -> str:
         return f"<PagedPrefixCache {counted(len(self._entries), 'key')}, {len(self._pinned)} being read>"
@@ -101,8 +101,8 @@ class PagedPrefixCache:
     def match(self, keys: Sequence[bytes], key_tokens: int) -> PinnedPrefix | None:
         """Return the longest prefix of a prompt that is in the cache, in whole blocks, or None.
 
-        Peers may read the prefix until `unpin` is called. `keys` are the keys of the prompt's prefixes of `key_tokens`,
-        2 * `key_tokens`, ... tokens.
+        Peers may read the prefix until `unpin` is called. `keys[i]` is the key of the prompt's first
+        (i + 1) * `key_tokens` tokens.
         """
         with self._lock:
             self._add_computed()
@@ -126,9 +126,9 @@ class PagedPrefixCache:
             waiting.set_result(None)
 
     async def wait_unread(self, pinned: PinnedPrefix) -> None:
-        """Wait until nothing reads the blocks of `pinned`. Call this after the leases of `pinned` have ended.
+        """Wait until no copy of the blocks of `pinned` to host buffers goes on. Without such a copy, return at once.
 
-        Return at once, unless a copy from these blocks to host buffers has begun.
+        Call this after the leases of `pinned` have ended: then no other read of the blocks can succeed.
         """
         if id(pinned) in self._pinned:
             await self._unread_waiters.setdefault(id(pinned), asyncio.get_running_loop().create_future())
@@ -136,11 +136,11 @@ class PagedPrefixCache:
     # --- with the lock
 
     def _find_tables(self, key: bytes, tokens: int) -> tuple[list[list[int]] | None, int]:
-        """Find the blocks of a prompt's first `tokens` tokens, by the prefix key `key`.
+        """Find the blocks of a prompt's first `tokens` tokens; `key` is the key of this prefix.
 
-        Return a block table for each group, and `tokens`. The tables have the engine's block ids, and `NO_BLOCK` where
-        a group needs no block. If a block is missing, return None and the largest number of tokens that a shorter
-        cached prefix can have.
+        Return (tables, `tokens`), with a block table for each group. The tables have the engine's block ids, and
+        `NO_BLOCK` where a group needs no block. If a block is missing, return (None, n): prefixes of the prompt that
+        are in the cache have at most n tokens.
         """
         size, end, entries = self._block_tokens, tokens // self._block_tokens, self._entries
         firsts = [group.facts.first_needed(tokens) // size for group in self._groups]

@@ -128,7 +128,7 @@ class Dialect(NamedTuple):
     """Function that returns the ticket in `kv_transfer_params`, or raises RequestError."""
     params_of: Callable[[Ticket], dict[str, Any]] = _own_params
     shown_id: Callable[[str], str] = str
-    """Function that takes a request id and returns the text that stands for the id in lease names."""
+    """Function that takes a request id and returns the text with which the name of the request's lease begins."""
 
 
 OWN_DIALECT = Dialect()

@@ -52,9 +52,9 @@ class PluginSettings:
     def config(self, given: Mapping[str, Any], values: Mapping[str, Any]) -> Config:
         """Return the Config for a user's settings.
 
-        `given` has the user's settings, decoded from JSON. `values` has fields of Config from the engine, and the
-        plugin's defaults, which a user's setting overrides. ConfigError, with the name of the place and the setting, if
-        a setting is unknown, has a wrong type, or is invalid.
+        `given` has the user's settings, decoded from JSON. `values` has fields of Config: those from the engine, which
+        users cannot set, and those with the plugin's defaults, which users can override. ConfigError, with the name of
+        the place and the setting, if a setting is unknown, has a wrong type, or is invalid.
         """
         self.check_known(given)
         ours = {name: checks.without_doubles(given[name]) for name in given if name not in self.own_keys}

@@ -32,17 +32,17 @@ class PrefixPeers:
     """The peers that a worker asks for prefixes of prompts, and the settings for asking."""
 
     prefixes: Prefixes
-    """Prefixes of the worker's runtime, which sends the questions."""
+    """The `Prefixes` object in the `parts` of the worker's runtime: it sends the questions to the peers."""
     wait_s: float = 0.05
     """Seconds to wait at most for the answers to a question."""
     recompute_s_per_token: float | None = None
-    """Seconds that this engine takes to compute a token. If given, no prefix is loaded from a peer from which earlier
-    loads took more time per token."""
+    """Seconds that this engine takes to compute a token. If given, no prefix is loaded that this engine can compute
+    faster, judged by the speed of earlier loads from the same peer."""
     every_rank: bool = False
     """True if all ranks of this engine load the found prefix; False if only the rank that asks does."""
     events: tuple[EventSource, ...] = ()
-    """Sources of other engines' KV events (`follow_events`), which show which engines have part of a prefix and are to
-    be asked, too. A source's `holder` is the address of that engine's side channel."""
+    """Sources of other engines' KV events (`follow_events`). Engines that have part of a prefix according to their
+    events are asked in addition. A source's `holder` is the address of the engine's side channel."""
     known_peers: tuple[str, ...] = ()
     """Addresses for `connect_peers`: connecting takes longer than a question may, so it is done in advance."""
     _map: PrefixMap = field(default_factory=PrefixMap)
@@ -50,8 +50,8 @@ class PrefixPeers:
     async def ask(self, question: Question) -> tuple[PrefixOutcome, tuple[Ticket, ...], tuple[Ticket, ...]]:
         """Ask the peers that `question` names, and those that have part of the prefix according to their KV events.
 
-        Return the outcome and two tuples of tickets from the peers. The first is for the load: its tickets offer the
-        largest number of tokens that any peer has, the best peer first. The second is to be released.
+        Return the outcome and two tuples of the peers' tickets. The first tuple is for the load: the tickets that offer
+        the most tokens, the least busy peer first. The second tuple is to be released.
         """
         request = PrefixRequest(
             runtime_id_of(question.request_id),

@@ -75,13 +75,13 @@ class _AskingRequest:
     """Request that this request waits for, or last waited for. None until this request has waited for another, and
     again once it has asked peers."""
     blocked_through: _State = _State.NEW
-    """Last state of `blocker` in which this request has to wait: ASKED to wait for the peers' answer to `blocker`,
-    LOADING to wait for the load of `blocker`. The value only rises."""
+    """Last state of `blocker` in which this request has to wait. ASKED: until peers have answered the question of
+    `blocker`. LOADING: until the load of `blocker` has ended. The value only rises."""
 
     def wait_for(self, other: _AskingRequest, through: _State) -> bool:
-        """Have this request wait until the state of `other` is beyond `through`. Return whether this request waits.
+        """Have this request wait until the state of `other` is later than `through`, and return True.
 
-        Return False if this request has already waited for a request to get beyond `through`.
+        If this request has already waited, for any request, with the same or a later `through`, return False.
         """
         if through <= self.blocked_through:
             return False
@@ -104,8 +104,8 @@ class _AskingRequest:
 class PrefixQuestions:
     """Decides which requests ask peers for a prefix of their prompts, and when; holds the questions for the next step.
 
-    `peers` are asked if the router names no peer. With `use_events`, so are peers that have part of the prefix
-    according to their KV events. No question is made for fewer than `tokens_min` tokens.
+    If the router names a peer, only that peer is asked. Otherwise `peers` are asked and, with `use_events`, all peers
+    that have part of the prefix according to their KV events. No question is made for fewer than `tokens_min` tokens.
     """
 
     def __init__(self, peers: Sequence[str], *, block_tokens: int, tokens_min: int, use_events: bool = False) -> None:
@@ -124,8 +124,8 @@ class PrefixQuestions:
     def add(self, request_id: str, keys: Sequence[bytes], source: str | None) -> None:
         """Add a request that has no ticket, unless it is too short for a question.
 
-        `keys` are the prefix keys of the prompt's full blocks, without the last token, which is always computed
-        locally. `source` is the address of the peer that the router has named, or None.
+        `keys` has a prefix key for each block that is full even without the prompt's last token: the last token is
+        always computed locally. `source` is the address of the peer that the router has named, or None.
         """
         peers, use_events = (self._peers, self._use_events) if source is None else ((source,), False)
         if (peers or use_events) and len(keys) * self._block_tokens >= self._tokens_min:
@@ -180,8 +180,8 @@ class PrefixQuestions:
     def note_answer(self, request_id: str, *, found: bool) -> bool:
         """Record that a request's question was answered. Return True if the request was still waiting for the answer.
 
-        `found`: a peer offers a prefix. If not, requests that wait for this request go on, and requests that would ask
-        the same peers for only a part of this request's keys do not ask.
+        `found`: a peer offers a prefix. If no peer does, requests that wait for the answered request go on, and a
+        request that would ask the same peers, only for keys of the answered request, does not ask.
         """
         request = self._requests.get(request_id)
         if request is None or request.state is not _State.ASKED:

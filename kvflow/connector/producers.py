@@ -197,7 +197,7 @@ class ProducingRequests:
         self._next_step.send.append(request.request_id)
 
     def _give_up(self, request: _Producer, *, flows: bool) -> None:
-        """End a request without a ticket for the router.
+        """End a request; the router gets no ticket.
 
         `flows`: readers may be reading the prompt while it is computed. If so, notify these readers, end the lease, and
         hold the blocks until no read can succeed. Otherwise the blocks are free at once.
@@ -259,9 +259,9 @@ class ProducingRequests:
         return block_ids is None or self._groups.prompt_blocks(block_ids, save.num_tokens) == save.block_tables
 
     def _recall_prompts_with_lost_blocks(self, block_ids: TablesOf) -> None:
-        """Recall each growing lease that has lost blocks of its prompt, even of requests that are not in this step.
+        """Recall each growing lease that has lost blocks of its prompt, even if its request is not in this step.
 
-        A window or recurrent state may advance while the answer is computed.
+        Blocks are lost when a window or recurrent state advances beyond the prompt while the answer is computed.
         """
         if self._groups.blocks_stay:
             return

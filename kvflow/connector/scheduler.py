@@ -51,7 +51,7 @@ class ConnectorScheduler:
     Args:
         config: settings of the scheduler's half.
         new_secret: function that returns a new unguessable text at each call.
-        dialect: how tickets stand in the parameters that routers carry.
+        dialect: how to read tickets from `kv_transfer_params`, and how to write them.
         questions: decides which peers are asked for prefixes of which prompts; None: no peer is asked.
     """
 
@@ -128,17 +128,18 @@ class ConnectorScheduler:
     def add(self, request: EngineRequest, *, sharing: Sharing = Sharing.ALONE) -> None:
         """Add a request that has arrived. A request that neither loads nor offers a prompt changes nothing.
 
-        If the prompt has the ticket's tokens, but not the ticket's pictures, adapter or the like, nothing is raised
-        here, but `refusal` returns the error: the request must not be computed, and its load fails.
+        If the request's prompt and the ticket's prompt have the same tokens but, for example, different pictures, the
+        request must fail. `add` does not raise that error, but `refusal` returns it, and a load fails with it. After a
+        RequestError from `add`, the prompt is computed locally.
 
         Args:
             request: the request.
             sharing: whether other requests may have the same ticket.
 
         Raises:
-            RequestError: the request's parameters are not a ticket, or the ticket was used before (unless samples share
-                the ticket, and a sample still needs it). PromptMismatch, a RequestError, if the ticket is for other
-                tokens. After these errors the prompt is computed locally.
+            RequestError: the request's parameters are not a ticket, or the ticket was used before. Samples of a prompt
+                can share a ticket until the last sample that needs it has read the blocks.
+            PromptMismatch: (a RequestError) the ticket is for other tokens.
             UsageError: a request with that id was added before and has not ended.
         """
         if self.state_of(request.request_id) is not None:
@@ -166,10 +167,10 @@ class ConnectorScheduler:
         self._consumers.computed_here[reason] += 1
 
     def refusal(self, request_id: str) -> PromptMismatch | None:
-        """Return the error with which a request must fail, because only the tokens of its prompt agree with its ticket.
+        """Return the error with which a request must fail if its prompt and the ticket's differ, but not in tokens.
 
-        For example, a router may have dropped the prompt's pictures, which an answer computed here would ignore. The
-        engine can fail the request at once, or give it blocks: then its load fails with the same error.
+        For example, a router may have dropped the prompt's pictures: an answer computed here would be wrong. The engine
+        can fail the request at once, or give it blocks: then its load fails with the same error.
 
         Args:
             request_id: the engine's id of the request.
@@ -203,7 +204,7 @@ class ConnectorScheduler:
         self._consumers.adopt(request_id, tickets)
 
     def give_back(self, request_id: str, tickets: tuple[Ticket, ...], *, last: bool = True) -> None:
-        """Have the next step release tickets that a request will not read.
+        """Have the next step release tickets, because a request will not read their blocks.
 
         Args:
             request_id: the engine's id of the request.
@@ -240,8 +241,8 @@ class ConnectorScheduler:
 
         Returns:
             The number of tokens, and True if the load runs while the engine goes on with other steps. The number is
-            None if the request has to wait for peers' answers or another request's load. It is 0 if nothing can be
-            loaded, or fewer tokens than `SchedulingConfig.fetch_tokens_min`.
+            None if the request has to wait for peers' answers or another request's load. The number is 0 if fewer than
+            `SchedulingConfig.fetch_tokens_min` tokens, or none, can be loaded.
         """
         if self._questions.ask_or_wait(request_id, num_computed_tokens):
             return None, False
@@ -316,9 +317,9 @@ class ConnectorScheduler:
         Args:
             request_id: the engine's id of the request.
             completed: True if the request ended normally; False if it was aborted or has failed.
-            block_ids: ids of the blocks that the request still has. If given, the prompt is offered only if they
-                include all blocks of the prompt. It is not offered either if a recurrent state has advanced beyond the
-                prompt.
+            block_ids: ids of the blocks that the request still has. If given, the prompt is offered only if these
+                blocks include all blocks of the prompt. A prompt is never offered once a recurrent state has advanced
+                beyond the prompt.
 
         Returns:
             The parameters for the router, and `hold_blocks`: if True, the engine must not reuse the request's blocks

@@ -32,12 +32,12 @@ class SchedulingConfig:
     full_blocks_only: bool = False
     """True to offer only full blocks: a prompt shorter than one block offers nothing."""
     leave_last_token: bool = False
-    """True to ignore offers of a whole prompt. The engine computes a prompt's last token in any case, and in a cache
-    with windows, blocks that this token needs may be freed once the whole prompt is computed. Always on for a cache
-    with recurrent state, since a state belongs to one token only."""
+    """True to ignore offers of a whole prompt. This engine computes the last prompt token in any case, and needs the
+    window before that token; a producer with the whole prompt may have freed that window's first block. With recurrent
+    state, such offers are always ignored, since a state cannot go back by one token."""
     withhold_last_token: bool = False
-    """True to offer a prompt without its last token, although this engine computes that token. For readers that load no
-    whole prompts, if this engine cannot leave out that token itself."""
+    """True to offer a prompt without its last token, although this engine computes that token. Use this if the readers
+    ignore offers of whole prompts (`leave_last_token`), and this engine has to compute whole prompts."""
     release_failed_loads: bool = True
     """True to release the ticket when a load fails, so that the producer can reuse the blocks before the lease expires.
     False if routers retry with the same ticket, for example at another decode engine."""

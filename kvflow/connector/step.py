@@ -36,9 +36,9 @@ class EngineRequest:
     num_prompt_tokens: int
     kv_transfer_params: Mapping[str, Any] | None
     prompt_token_ids: Sequence[int] | None = None
-    """Token ids of the prompt, to compare with the producer's prompt. If the prompt has pictures or other input, the
-    ids must be marked with it (`marked_by_keys`). None if the engine does not know or cannot mark the ids: then prompts
-    are not compared."""
+    """Token ids of the prompt, to compare with the producer's prompt. Where a picture or other input begins, a hash of
+    token id and input must replace the token id (`marked_by_keys`). None if the engine does not know the ids or the
+    input: then prompts are not compared."""
 
 
 class Sharing(enum.Enum):
@@ -48,8 +48,8 @@ class Sharing(enum.Enum):
     SAMPLES = enum.auto()
     """Other samples of the same prompt may have the ticket, and may be added earlier or later."""
     SAMPLES_ELSEWHERE = enum.auto()
-    """Other samples of the same prompt may have the ticket, also on other engines. If no earlier request of this engine
-    has the ticket, the request is refused, because another engine is using the ticket."""
+    """For samples other than the first, if the samples may be on several engines. If no earlier request of this engine
+    has the ticket, the request is refused, because the engine with the first sample uses the ticket."""
 
 
 class Finished(NamedTuple):
@@ -106,8 +106,8 @@ class Save(msgspec.Struct, frozen=True, kw_only=True):
     """For a prompt that readers may read while it is computed: its total of computed tokens after this step;
     `block_tables` has the blocks so far. None for a prompt that this step completes."""
     prompt: tuple[int, ...] | None = None
-    """The prompt's token ids, which readers with a pending ticket compare. None if `computed_tokens` is None, or if the
-    engine does not know the ids."""
+    """The prompt's token ids, with which readers with a pending ticket compare their own prompts. None if
+    `computed_tokens` is None, or if the engine does not know the ids."""
     marks: tuple[Mark, ...] = ()
     """Other input of `prompt`, for example pictures, with positions."""
 
@@ -131,7 +131,7 @@ class Decline(msgspec.Struct, frozen=True, kw_only=True):
     waiting_at: Ticket | None = None
     """The readers' pending ticket, if they wait at another engine, which is then notified. None if they wait here."""
     instead: Ticket | None = None
-    """If `waiting_at` is given: pending ticket of this engine, with which the readers then wait here."""
+    """If `waiting_at` is given: pending ticket of this engine. The readers get this ticket, and wait here instead."""
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,7 +185,7 @@ class Step(msgspec.Struct, kw_only=True):
     the end of the lease."""
     keep: dict[str, tuple[Ticket, ...]] = {}
     """By request id, the tickets of each new request that waits for blocks. The tickets' leases are renewed until the
-    request is received or the tickets are released. All tickets of a request are for the same prompt."""
+    request's load has ended or the tickets are released. All tickets of a request are for the same prompt."""
     withdraw: list[str] = []
     """Ids of requests with leases that must end, because their blocks will be reused."""
     recall: list[str] = []
@@ -194,8 +194,8 @@ class Step(msgspec.Struct, kw_only=True):
     decline: list[Decline] = []
     receive: list[Receive] = []
     abandon: list[str] = []
-    """Ids of requests with loads to cancel. A worker reports each request as received once no byte can land in its
-    blocks."""
+    """Ids of requests with loads to cancel. Once no byte can land in a request's blocks, a worker reports the request
+    as received, as after any other load that has ended."""
     save: list[Save] = []
     grow: list[Grow] = []
     release: list[Release] = []

@@ -64,13 +64,13 @@ class Results:
     loaded: dict[str, LoadReport] = field(default_factory=dict)
     failed: dict[str, FailedLoad] = field(default_factory=dict)
     leases: list[tuple[str, LeaseOutcome]] = field(default_factory=list)
-    """Request id and outcome of each ended lease. `sent` has only requests for which the engine waits."""
+    """Request id and outcome of each ended lease. The field `sent` omits leases that no router got a ticket for."""
     sent: set[str] = field(default_factory=set)
     found: dict[str, tuple[Ticket, ...]] = field(default_factory=dict)
     """By request id, the tickets in the answers to the request's question: all for the same number of tokens, the best
     peer first. Empty if no peer has a prefix that is worth a load."""
     answers: list[PrefixOutcome] = field(default_factory=list)
-    """Outcome of each question in `found`, in the same order."""
+    """Outcome of the question of each request in `found`, in the same order."""
 
     @property
     def received(self) -> Set[str]:
@@ -103,7 +103,7 @@ class _ReceivingRequest:
 
 @dataclass(slots=True, eq=False)
 class _SavedPrompt:
-    """A prompt that this rank offers. `sent` is True if the engine waits for the end of the prompt's lease."""
+    """A prompt that this rank offers. `sent`: the router has the ticket, so the engine waits for the lease's end."""
 
     save: Save
     restart_timer: asyncio.TimerHandle | None = None
@@ -148,7 +148,7 @@ class ConnectorWorker:
         self._runtime = runtime
         self._peers = peers
         self._counts_yielded: dict[str, int] = {}
-        """Counts at the last call of `shared_outcomes`, by the names of `SharingStatistics` fields."""
+        """Numbers of peers' questions up to the last call of `shared_outcomes`, by field of `SharingStatistics`."""
         self._prefix_cache: PagedPrefixCache | None = None
         """The prefix cache that is shared with peers; None until `share` is called."""
         self._sharing: SharedPrefixes | None = None
@@ -164,7 +164,7 @@ class ConnectorWorker:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def introduction(self) -> Ticket:
-        """Return a ticket that names this rank. Merge all ranks' tickets for `ConnectorScheduler.introduce`.
+        """Return a ticket that names this rank. `ConnectorScheduler.introduce` takes all ranks' tickets, merged.
 
         Returns:
             A ticket without blocks.
@@ -223,9 +223,9 @@ class ConnectorWorker:
     def prepare(self, step: Step) -> None:
         """Before a step computes, end all reads of blocks that it will write, and send the step's questions to peers.
 
-        Return at once, unless peers may be reading such blocks. Then wait until no read of them can succeed: for shared
-        prefixes one turn of the runtime's loop, for a prompt that is read while it is computed (`Step.recall`) about
-        `Limits.seal_hold_s`.
+        If peers may be reading such blocks, wait until none of these reads can succeed; otherwise return at once. The
+        wait takes one turn of the runtime's loop for shared prefixes, and about `Limits.seal_hold_s` for a prompt that
+        is read while it is computed (`Step.recall`).
 
         Args:
             step: result of `ConnectorScheduler.build_step`.
@@ -342,9 +342,8 @@ class ConnectorWorker:
     ) -> None:
         """Load a request's blocks, and report the outcome once no further byte can land in these blocks.
 
-        Task `kvflow-receive <request>`: one for each load of a connector's worker. It ends once no further byte can
-        land in the load's blocks. If the load fails, the request is reported as failed. If the task fails, `collect`
-        raises the task's error.
+        Task `kvflow-receive <request>`: begun by `ConnectorWorker.begin`, for each load. It ends when the load's
+        outcome, success or failure, is reported. If the task itself fails, `collect` raises the task's error.
         """
         for lease in tuple(self._withdrawn):
             await lease  # this request may have the lease's blocks now; reads of them may go on until the lease ends
@@ -450,7 +449,7 @@ class ConnectorWorker:
     def _report_if_ended(self, offer: _SavedPrompt) -> None:
         """If the lease of `offer` has ended, add its outcome to the results.
 
-        Do nothing if the request goes on and has not been sent: `_send` or `_withdraw` calls this again.
+        While the request runs and the router has no ticket, do nothing: `_send` or `_withdraw` calls this later.
         """
         request_id = offer.save.request_id
         current = self._saved.get(request_id) is offer
@@ -513,9 +512,8 @@ class ConnectorWorker:
 def _load_request(runtime: Runtime, receive: Receive, after: DeviceEvent | None) -> LoadRequest:
     """Return the `LoadRequest` for `receive`. The load writes no block before the device event `after`.
 
-    With a pending ticket, the deadline is the longest lifetime of a lease, since the prompt is still being computed. If
-    the prompt never comes, the load ends earlier: it has to begin within the ticket's `ttl_s`, and the producer reports
-    failures.
+    With a pending ticket, the deadline is the longest lifetime of a lease, since the prompt is still being computed.
+    The load fails earlier if no offer comes within the ticket's `ttl_s`, or if the producer reports a failure.
     """
     config = runtime.config
     pending = any(ticket.awaited for ticket in receive.tickets)

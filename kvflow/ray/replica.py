@@ -93,7 +93,7 @@ class ReplicaPlace:
         """Return how many seconds leases and loads may take to end when the replica stops.
 
         Args:
-            config: the runtime's Config, which bounds the closing after the drain's deadline.
+            config: the runtime's Config, with the timeouts that limit how long it takes to close after the drain.
             wanted_s: seconds for the drain; None for all that the deployment's settings leave.
 
         Returns:
@@ -117,7 +117,7 @@ class ReplicaPlace:
         """Return how many seconds the deployment's settings leave for a drain when the replica stops.
 
         Args:
-            config: the runtime's Config, which bounds the closing after the drain's deadline.
+            config: the runtime's Config, with the timeouts that limit how long it takes to close after the drain.
 
         Returns:
             Seconds; less than 0 if there is too little time even without a drain.
@@ -140,7 +140,7 @@ class ReplicaRuntime:
         drain_deadline_s: seconds that leases and loads may take to end when the replica stops; None for all that the
             deployment's `graceful_shutdown_timeout_s` leaves.
         observers: receive the records of ended loads and leases, as for Runtime.
-        world: for tests, as for Runtime.
+        world: replaces transport, clock and the like in tests, as for Runtime.
         parts: optional features, as for Runtime.
         settings: fields of `kvflow.Config`, such as `model` and ranks. By default `engine_id` is made of the deployment
             and the replica's unique id, and `listen` is a free port at the node's address.

@@ -113,8 +113,8 @@ class KVFlowWorkerReport(KVConnectorWorkerMetadata):
     """By request id, for requests that wait for peers' answers: the tickets with which to load a prefix of the prompt.
     """
     refused: tuple[tuple[str, PromptMismatch], ...] = ()
-    """Ids and errors of requests that must fail, since their load found the same tokens, but other pictures, another
-    adapter or another cache salt."""
+    """Ids and errors of requests that must fail: the producer's prompt has the same tokens as the request's, but other
+    pictures, another adapter or another cache salt."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVFlowWorkerReport:
         others = cast(KVFlowWorkerReport, other)
@@ -218,8 +218,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """Return the name of the cache layout that vLLM has to use: in a block, heads come before tokens.
 
-        Then the bytes of a head in a block are contiguous, so a rank can read only its own heads. Return None for
-        models with MLA: any layout will do.
+        Then the bytes of a head in a block are contiguous, so a rank need not read the heads of other ranks. Return
+        None for models with MLA: any layout will do.
         """
         return None if vllm_config.model_config is None or vllm_config.model_config.use_mla else "LBHNC"
 
@@ -301,9 +301,9 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             logger.debug("request %s: it was rejected, and has no ticket: %s", request.request_id, error)
 
     def _leave_out_last_token(self, request: Request) -> bool:
-        """Have the offer of `request`'s prompt end before the last token. Return False if that is not possible.
+        """Let `request` offer its prompt without the last token. Return False if that is not possible.
 
-        The last token is removed from the request, or with `withhold_last_token` computed but not offered.
+        With `withhold_last_token`, compute the last token but do not offer it; else remove the last token from `request`.
         """
         if not self._scheduling.withhold_last_token:
             return _remove_last_token(request)
@@ -373,7 +373,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return tuple(group.index for group in self._groups)
 
     def _transferred_tables(self, tables: Sequence[list[int]]) -> tuple[list[int], ...]:
-        """Return the block tables of `_groups`, in order, from `tables`, which has one for each of vLLM's groups."""
+        """Return the block tables of `_groups`, in order. `tables` has a block table for each of vLLM's groups."""
         return tuple(tables[group.index] for group in self._groups)
 
     def reset_cache(self) -> bool:
@@ -459,7 +459,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
                 self._ranks.show(cards)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Begin the work that need not wait for the step to compute: loads, and ends of leases."""
+        """Start the step's loads, end leases, and do all other work that does not need the results of this step."""
         prepared: dict[str, Any] = {"reused": (), "recall": [], "questions": []}
         step = msgspec.structs.replace(self._step, save=[], grow=[], cached_blocks=[], **prepared)
         self._worker.begin(step, after=self._before_step)
@@ -475,8 +475,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """Open and extend leases of the blocks that the step computes. Despite the method's name, do not wait.
 
-        A device event shows when the submitted forward pass is done. The router gets tickets only after the step's
-        results.
+        The leases get a device event that happens once the submitted forward pass is done. Readers wait for that event.
         """
         step = Step(save=self._step.save, grow=self._step.grow, cached_blocks=self._step.cached_blocks)
         self._worker.begin(step, ready=self._record_event())

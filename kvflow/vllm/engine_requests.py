@@ -46,8 +46,8 @@ def sharing_of(request_id: str, *, spread: bool) -> Sharing:
     """Return whether other requests may have the same ticket as the request `request_id`, by the form of that id.
 
     vLLM turns n samples of a prompt into requests "0_ID" to "n-1_ID" with the same ticket. `spread`: the samples may be
-    on several engines; then only the engine with sample 0 uses the ticket. If an ordinary request has such an id, its
-    producer is notified one step later, which is the only effect.
+    on several engines; then only the engine with sample 0 uses the ticket. A request that is no sample, but has such an
+    id, is treated as a sample: its producer is notified one step later or, with `spread`, its ticket may be refused.
     """
     sample = _SAMPLE.match(request_id)
     if sample is None:
@@ -67,10 +67,11 @@ def engine_request_of(request: Request, *, picture_ids_from_content: bool) -> En
 
 
 def tokens_of(request: Request, num_tokens: int, *, picture_ids_from_content: bool) -> Sequence[int] | None:
-    """Return the first `num_tokens` token ids of a request's prompt and answer, marked with vLLM's further keys.
+    """Return the first `num_tokens` token ids of a request's prompt and answer, to compare with other prompts.
 
-    The keys are for adapter, cache salt, pictures and embeddings. Return None if the request has pictures, and
-    `picture_ids_from_content` is False: then vLLM's identifiers do not depend on the pictures' content.
+    Where an adapter, cache salt, picture or embedding begins, a hash of token id and vLLM's key for that input replaces
+    the token id (`marked_by_keys`). Return None if the request has pictures, and `picture_ids_from_content` is False:
+    then vLLM's identifiers do not depend on the pictures' content.
     """
     if request.mm_features and not picture_ids_from_content:
         return None

@@ -82,8 +82,8 @@ class Extra(msgspec.Struct, frozen=True, kw_only=True):
     share_prefixes: bool = False
     """True to let peers read prefixes from this engine's cache."""
     prefix_peers: tuple[str, ...] | None = None
-    """Addresses, one for each engine, to ask for prefixes of prompts without tickets. (): ask only peers that the
-    router names. None: ask no peer."""
+    """Addresses, one for each engine, to ask for a prefix of the prompt if a request has no ticket. (): ask only peers
+    that the router names. None: ask no peer, unless `prefix_events` has sources."""
     prefix_events: tuple[EventsExtra, ...] = ()
     """Sources of other engines' KV events: this engine also asks engines that, according to their events, have part of
     a prefix. `holder` is an engine's address, as in `prefix_peers`."""
@@ -181,7 +181,7 @@ def _staging(buffer_device: str) -> dict[str, str]:
 def _model_kv_heads(vllm_config: VllmConfig) -> int | None:
     """Return the number of KV heads in a layer of the model, or None if kvflow can derive it from the tensors.
 
-    With one rank, or with MLA, each rank has all heads, even if layers have different numbers of heads.
+    kvflow can do so with one rank or with MLA, since each rank then has all heads of each layer.
     """
     if vllm_config.model_config.use_mla or vllm_config.parallel_config.tensor_parallel_size == 1:
         return None

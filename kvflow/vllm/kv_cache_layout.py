@@ -64,7 +64,7 @@ class Group:
 
 
 def groups_of(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
-    """Return the groups of layers that vLLM has its KV connector transfer.
+    """Return the groups of layers for which vLLM enables KV transfer.
 
     ConfigError if there are none, or if kvflow cannot transfer the layers of a group.
     """
@@ -183,13 +183,13 @@ def cache_groups(
 def _layer_numbers(names: Sequence[str], model_layers: int | None = None) -> dict[str, int]:
     """Return a number for each layer name, the same on all engines with the model.
 
-    Engines may have different layers, such as those of one pipeline stage. So the number is made from the number in the
-    name. Names with the same number, such as an attention layer and its indexer, are numbered in order. Layers of a
-    draft model get a separate range of numbers: layers named as a draft's, or with a number of at least `model_layers`,
-    the count of the model's own layers.
+    Engines may have different layers, such as those of one pipeline stage, so the number is made from the index in the
+    name. Names with the same index, such as those of an attention layer and its indexer, get different numbers, in
+    alphabetical order. Layers of a draft model get a separate range of numbers: layers named as a draft's, or with an
+    index of at least `model_layers`, the count of the model's own layers.
 
     Raises:
-        LayoutError: the number in a name is too large, or too many names have the same number.
+        LayoutError: the index in a name is too large, or too many names have the same index.
     """
     by_number: defaultdict[tuple[bool, int], list[str]] = defaultdict(list)
     for name in sorted(names):

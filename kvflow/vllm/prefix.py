@@ -162,7 +162,7 @@ class RequestPrefixes:
     def build_step(
         self, step: Step, scheduled: Mapping[str, int], *, preempted: Iterable[str], block_ids: GroupTablesOf
     ) -> None:
-        """Set in `step` the reused blocks and the blocks that this step fills with tokens of prompts.
+        """Set `step.reused` to the blocks reused since the last step, and `step.cached_blocks` to newly filled blocks.
 
         `scheduled` has each request's total of computed tokens after the step. `preempted` are the ids of requests that
         have lost their blocks. `block_ids` returns a request's block tables.

@@ -28,7 +28,7 @@ _UNSAFE_CHARS = re.compile(r"[^!-+\--~]|:")
 def peers_of(vllm_config: VllmConfig, extra: Extra, on_late_read: Callable[[str], None]) -> StockPeers:
     """Return the `StockPeers` for one rank, with the compatibility hash that the installed vLLM computes.
 
-    If a stock reader reports a read after the end of the lease, `on_late_read` is called with the request id.
+    If a stock reader's report of a read comes after the end of the lease, `on_late_read` is called with the request id.
     ConfigError names a wrong setting in `extra`.
     """
     backend = get_current_attn_backends(vllm_config)[0].get_name()
