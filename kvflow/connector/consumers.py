@@ -323,7 +323,7 @@ class ConsumingRequests:
         return (first, *others)
 
     def _expect(self, request_id: str, tickets: tuple[Ticket, ...], use: _TicketUse) -> _Consumer:
-        """Record a new request in state EXPECTED that may load with `tickets`, and add it to `use.readers`. Return it."""
+        """Record a new request in state EXPECTED that may load with `tickets`. Add it to `use.readers`. Return it."""
         consumer = self._requests[request_id] = _Consumer(request_id=request_id, tickets=tickets, use=use)
         use.readers.append(consumer)
         return consumer

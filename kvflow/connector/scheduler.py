@@ -138,7 +138,7 @@ class ConnectorScheduler:
 
         Raises:
             RequestError: the request's parameters are not a ticket, or the ticket was used before. Samples of a prompt
-                can share a ticket until the last sample that needs it has read the blocks.
+                can share a ticket as long as one of these samples still needs the ticket.
             PromptMismatch: (a RequestError) the ticket is for other tokens.
             UsageError: a request with that id was added before and has not ended.
         """

@@ -303,7 +303,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def _leave_out_last_token(self, request: Request) -> bool:
         """Let `request` offer its prompt without the last token. Return False if that is not possible.
 
-        With `withhold_last_token`, compute the last token but do not offer it; else remove the last token from `request`.
+        With `withhold_last_token`, compute the last token but do not offer it; else remove that token from `request`.
         """
         if not self._scheduling.withhold_last_token:
             return _remove_last_token(request)
