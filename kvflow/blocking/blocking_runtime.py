@@ -179,9 +179,9 @@ class Runtime:
     def load_blocks(self, request: LoadRequest) -> LoadReport:
         """Blocking form of `kvflow.Runtime.load_blocks`: read the blocks that a ticket offers, within a deadline.
 
-        An interrupt in the calling thread cancels the load, and is raised once the load has ended. Bytes may still land
-        in the blocks then; with `start_load`, the handle says when no further byte can land. The `quarantine` of an
-        error is a `Load` of this module.
+        An interrupt in the calling thread cancels the load, and is raised once the load has ended. After an interrupt,
+        bytes may still land in the blocks, and nothing says for how long; the handle of `start_load` does. If a load
+        fails while bytes may still land, the error's `quarantine` is the `Load` to wait for.
         """
         ids_max = self.config.limits.block_ids_max
         deadline_s = checks.normalize_request(request, LoadRequest, "load_blocks", ids_max).deadline_s

@@ -214,7 +214,8 @@ class Load:
         Raises:
             TimeoutError: `timeout_s` has passed.
             RuntimeBroken: the loop has ended before the load's reads were known to have stopped.
-            UsageError: called on the loop's own thread, or `timeout_s` is not a valid time, and the load is not `safe`.
+            UsageError: the load is not `safe` yet, and either `timeout_s` is not a valid time or this is the loop's own
+                thread.
         """
         self._thread.wait_safe(self, self._settled, timeout_s)
 

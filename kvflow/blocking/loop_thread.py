@@ -166,7 +166,7 @@ class LoopThread(threading.Thread):
                 raise RuntimeBroken(f"request {held.request_id!r}: its reads were not seen to stop") from None
 
     def require_another_thread(self, future: Future[Any] | None = None) -> None:
-        """Raise UsageError if called on this thread, which would wait for itself, unless `future` is done."""
+        """Raise UsageError if called on this thread, which would wait for itself. No error if `future` is done."""
         if threading.current_thread() is self and not (future is not None and future.done()):
             raise UsageError("called on the loop's own thread, which would wait for itself")
 
@@ -205,10 +205,10 @@ class LoopThread(threading.Thread):
             self._opened.set_exception(cause)
 
     async def _carry_out(self, work: Work[ResultT]) -> ResultT:
-        """Run the coroutine that `work` returns, as the body of a call's task.
+        """Run the coroutine that `work` returns, as the body of a task on the event loop.
 
-        Task `kvflow-blocking`: one for each call of a `blocking.Runtime`. It ends with the call's coroutine. If the
-        coroutine raises an error, the call raises the same error.
+        Task `kvflow-blocking`: one for each call of a method of `blocking.Runtime`. It ends with the method's
+        coroutine. If the coroutine raises an error, the method raises the same error.
         """
         task = asyncio.current_task()
         assert task is not None

@@ -64,7 +64,8 @@ def _explain(error: Exception) -> None:
 def _class_of(original: Callable[..., Any], backend: enum.Enum, kind: enum.Enum) -> Any:
     """Return kvflow's class of `kind` (manager, sender, ...) if `backend` is kvflow, else SGLang's class.
 
-    This is the hook around SGLang's `get_kv_class`, passed as `original`. The kind `kvargs` is always SGLang's class.
+    SGLang calls this function in place of its own `get_kv_class`, which is `original`. For the kind `kvargs` the class
+    is always SGLang's.
     """
     if backend.value != NAME or kind.value == "kvargs":
         return original(backend, kind)

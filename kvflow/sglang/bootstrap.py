@@ -13,7 +13,7 @@ from aiohttp import web
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
 INTRODUCTION = "kvflow"
-"""Key of the tickets that name a prefill rank, in the rank's registration and in answers about the rank."""
+"""Name of the field with a prefill rank's tickets, in the rank's registration and in the bootstrap server's answers."""
 
 _RankIndexes = tuple[int, int, int, int]
 

@@ -46,9 +46,9 @@ def _hook(target: str, hook: Callable[..., Any]) -> None:
 
 
 def _after_prefill_add(manager_class: type[Any], result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
-    """Pass the prompt tokens of `req`, which a prefill server has just added, to the request's sender.
+    """After a prefill server has queued `req`, pass the prompt tokens of `req` to the request's sender.
 
-    If `req` was refused, it has no sender: then notify the decode server.
+    If the server has refused `req`, there is no sender. Then notify the decode server of the refusal.
     """
     sender = req.disagg_kv_sender
     if isinstance(sender, KVFlowSender):
@@ -99,10 +99,11 @@ def _has_counterpart(req: Any) -> bool:
 
 
 def prompt_of(req: Any) -> npt.NDArray[np.int64]:
-    """Return the ids of those tokens of `req` for which KV is transferred, so that both servers can compare them.
+    """Return the ids of those tokens of `req` for which KV is transferred.
 
-    Placeholders of pictures and sounds are -1, since SGLang's ids for these may differ between servers. If the request
-    is computed again after a change of weights, its generated tokens are included.
+    The prefill and the decode server compare these ids. Placeholders of pictures and sounds are -1, since SGLang's ids
+    for these may differ between servers. If the request is computed again after a change of weights, its generated
+    tokens are included.
     """
     parts = [np.asarray(req.origin_input_ids, np.int64)]
     if getattr(req, "pd_rebootstrap_in_progress", False):

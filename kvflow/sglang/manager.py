@@ -81,8 +81,8 @@ class KVFlowManager(CommonKVManager):
     def _prepare(self, args: Any, mode: Any, server_args: Any, is_mla: bool) -> None:
         """Check the server's settings, and create the pools and tables of this rank.
 
-        SGLang's constructor needs them to register this rank at the bootstrap server. ConfigError if kvflow does not
-        support a setting.
+        SGLang's constructor, which registers this rank at the bootstrap server, needs the pools and tables. ConfigError
+        if kvflow does not support a setting.
         """
         parallel, policy = get_parallel(), get_disagg().disaggregation_decode_allocation_policy
         for name, most in _SUPPORTED_MAX.items():
@@ -100,8 +100,8 @@ class KVFlowManager(CommonKVManager):
             )
         self.aux = aux_buffers(args)
         self.aux_moves = self.aux.row_bytes > GIVEN_PAYLOAD_BYTES_MAX
-        """True if SGLang's metadata of a request, for example with hidden states, is too large for the bytes that a
-        lease gives to its readers (`Lease.complete`). Then readers load the metadata from the last pool."""
+        """True if SGLang's metadata of a request, for example with hidden states, is too large for the payload of a
+        lease (`Lease.complete`). Then the last of `pools` holds the metadata, and readers load it from there."""
         self.state_kinds = [kind.value for kind in args.state_types]
         self.secret = _broadcast(secrets.token_hex(16))
         self.serials = itertools.count()
@@ -111,11 +111,11 @@ class KVFlowManager(CommonKVManager):
         self._held: dict[int, list[Load]] = {}
         """Loads of failed requests that may still write to this server's pages, by SGLang's bootstrap room."""
         self._incompatible: dict[str, tuple[str, float]] = {}
-        """By address of a prefill server: why it is incompatible with this decode server, and the time of that
-        finding."""
+        """For each incompatible prefill server, by address: the reason, and the time at which the server was found
+        incompatible."""
         self._ranks: BoundedMap[str, tuple[float, list[dict[str, Any]]]] = BoundedMap(_SERVERS_MAX)
-        """By address of a prefill server: the time at which its ranks were looked up, and the bootstrap server's
-        description of each rank. Used only on the loop of the first pool's runtime."""
+        """For each prefill server, by address: the time at which its ranks were looked up, and the bootstrap server's
+        description of each rank. Used only on the event loop of `pools[0].runtime`."""
         self._unanswered: set[str] = set()
         """Addresses of prefill servers that did not answer when SGLang last asked for their parallelism."""
         producer = mode == DisaggregationMode.PREFILL
@@ -145,7 +145,8 @@ class KVFlowManager(CommonKVManager):
     def new_request_name(self, room: int) -> str:
         """Return a secret name for a new request of `room`: the decode server waits for the lease of that name.
 
-        All ranks of the decode server make the same name, because they see requests in the same order.
+        The name is a digest of the server's secret, the room and a count of requests. All ranks of the decode server
+        make the same name, because they have the same secret and see requests in the same order.
         """
         serial = next(self.serials)
         digest = hmac.digest(bytes.fromhex(self.secret), f"{room}:{serial}".encode(), "sha256")
@@ -165,10 +166,11 @@ class KVFlowManager(CommonKVManager):
         super()._register_topology_row(url, {**payload, INTRODUCTION: introduction})
 
     def items_of(self, pages: Any, state_indices: Any, aux_index: int, decode_prefix_len: int) -> list[Any]:
-        """Return, for each of `pools` in order, the indexes of a request's items in that pool; None if it has none.
+        """Return one list for each of `pools`: indexes of a request's items in that pool, or None if SGLang gave none.
 
         `pages` are the pages of the KV pool, `state_indices` the indexes for each component of state, and `aux_index`
-        the row of SGLang's metadata. The decode server already has the first `decode_prefix_len` tokens.
+        the row of SGLang's metadata. The decode server already has the first `decode_prefix_len` tokens, so components
+        that have an item for each page begin after the pages of these tokens.
         """
         aux = [[aux_index]] if self.aux_moves else []
         prefix_pages = decode_prefix_len // self.kv_args.page_size
@@ -236,7 +238,10 @@ class KVFlowManager(CommonKVManager):
         self.notify_given_up(address, ranks, message)
 
     def incompatible_error(self, address: str) -> PeerIncompatible | None:
-        """Return the error for requests to the prefill server at `address` if found incompatible in the last second."""
+        """Return the error for a new request to the prefill server at `address`; None if the request may be tried.
+
+        There is an error for a second after the server was found incompatible.
+        """
         reason, since_s = self._incompatible.get(address, ("", 0.0))
         return _incompatible_error(address, reason) if reason and time.monotonic() - since_s < _INCOMPATIBLE_S else None
 
@@ -267,7 +272,7 @@ class KVFlowManager(CommonKVManager):
     # --- prefill
 
     def refuse(self, room: int, reason: str) -> None:
-        """Refuse a request of the prefill server for which SGLang created no sender.
+        """Refuse the prefill server's side of a request in `room`. SGLang has created no sender for it.
 
         The decode server is notified now, or when that server's message about the request arrives.
         """
@@ -277,10 +282,10 @@ class KVFlowManager(CommonKVManager):
         self.remove_answer(answer)
 
     def add_sender(self, room: Room, sender: Any) -> Answer:
-        """Add a new request of the prefill server, with its sender, and return its `Answer`.
+        """Add the prefill server's side of a new request, with its sender, and return that side: an `Answer`.
 
-        The request is paired with the first unpaired request of decode servers in the same room, now or when one
-        arrives.
+        The `Answer` is paired with the first unpaired request of a decode server in the same room. If there is none,
+        the `Answer` waits until one arrives.
         """
         with self._rooms_lock:
             self.senders[room] = sender
@@ -289,7 +294,7 @@ class KVFlowManager(CommonKVManager):
         return answer
 
     def remove_answer(self, answer: Answer) -> None:
-        """Forget an ended request of the prefill server: `answer`, which `add_sender` returned."""
+        """Forget the prefill server's side of a request that has ended. `answer` is what `add_sender` returned."""
         with self._rooms_lock:
             self._rooms.close(answer, time.monotonic())
 
@@ -365,10 +370,11 @@ async def _look_up_ranks(address: str) -> list[dict[str, Any]]:
 
 
 class _Pool:
-    """One of a rank's memory pools, and the kvflow runtime that transfers the pool's pages or other items.
+    """One of a rank's memory pools, and the kvflow runtime that transfers the pool's items, such as pages.
 
     If servers may have different tensor-parallel sizes for this pool (`Buffers.cut`), all ranks of a server form one
-    kvflow engine. Otherwise each rank is an engine of its own, and readers read whole items from it.
+    kvflow engine, and a reader may read some heads of an item. Otherwise each rank is an engine of its own, and a
+    reader reads all bytes of an item from that rank.
     """
 
     def __init__(self, buffers: Buffers, model_heads: int, producer: bool, secret: str) -> None:

@@ -29,8 +29,8 @@ _ITEM_PER_PAGE = ("block_scale", "minimax_dense_kv", "qsa_compressed")
 class Buffers:
     """One of SGLang's memory pools, as its `KVArgs` describe it: buffers, each an array of items of equal size.
 
-    For each buffer: its address in `pointers`, its bytes in `sizes`, the bytes of an item in `item_sizes`, and in
-    `layers` a number that prefill and decode servers share.
+    Each buffer has a value in `pointers` (its address), in `sizes` (its bytes), in `item_sizes` (the bytes of an item)
+    and in `layers`: a number that equals the number of the matching buffer on the other server.
     """
 
     name: str
@@ -45,8 +45,8 @@ class Buffers:
     heads: int = 0
     """Number of KV heads that one rank has in a page; 0 if other ranks cannot read single heads."""
     cut: bool = False
-    """True if the two servers may have different tensor-parallel sizes: a rank can read single heads of a page, or
-    pages hold latents, which all ranks have."""
+    """True if the prefill and the decode server may have different tensor-parallel sizes. They may if a rank can read
+    single heads of a page, or if pages hold latents, which all ranks have."""
     replicated: bool = False
     """True if all ranks have the same contents, which are read whole from any rank. If both `cut` and `replicated` are
     False, only a server with the same tensor-parallel size can read the pool."""
@@ -117,7 +117,7 @@ class Buffers:
 def kv_buffers(args: Any, *, heads: int) -> Buffers:
     """Return SGLang's KV pool, which `args` describe. `heads` is the number of KV heads of one rank, 0 for latents.
 
-    If the bytes of a page of latents are no multiple of the page's tokens, the result's `tokens` is 1.
+    For latents, `Buffers.tokens` is 1 if the bytes of a page cannot be divided evenly among the page's tokens.
     """
     count = len(args.kv_data_ptrs)
     by_token = heads or not any(size % args.page_size for size in args.kv_item_lens)
@@ -168,8 +168,8 @@ def transferred_items(kind: str, indices: Any, prefix_pages: int) -> list[int] |
 
     `kind` is SGLang's name for the component. `indices` are SGLang's indexes of the request's items in the component;
     if they are None, return None. If the component has an item for each page, the first `prefix_pages` are left out,
-    since the decode server has them and may use them. For a DSA tail, `indices` are the item's index and its used part;
-    the whole item is transferred.
+    since the decode server has them and may use them. For the component "dsa_tail", only the first of `indices` is the
+    index of an item; the others say which part of that item is used. The item is transferred whole.
     """
     if indices is None:
         return None
@@ -196,11 +196,12 @@ def aux_buffers(args: Any) -> Buffers:
 
 
 def _numbers(layer_ids: Sequence[int], count: int, drafts: int, *, parts: int) -> list[int]:
-    """Return a number for each of `count` buffers, made from its layer and its index among that layer's buffers.
+    """Return a number for each of `count` buffers, by which the two servers match their buffers.
 
-    `parts` is the number of buffers of a layer: 2 for K and V, else 1. `layer_ids` has the layer of each buffer; if it
-    is empty, the buffers are K of all layers, then V of all layers. The last `drafts` buffers belong to a draft model
-    and have a separate range of numbers, since the other server may have no draft model.
+    A buffer's number is made from its layer and its index among the buffers of that layer. `parts` is the number of
+    buffers of a layer: 2 for K and V, else 1. `layer_ids` has the layer of each buffer; if it is empty, the buffers are
+    K of all layers, then V of all layers. The last `drafts` buffers belong to a draft model and have a separate range
+    of numbers, since the other server may have no draft model.
     """
     if layer_ids:
         seen: dict[int, int] = {}

@@ -51,7 +51,7 @@ class KVFlowReceiver(CommonKVReceiver):
             self.refuse(incompatible_error)
 
     def init(self, prefill_dp_rank: int) -> None:
-        """Look up the prefill server's ranks of data-parallel rank `prefill_dp_rank`, and begin to connect to them.
+        """Look up all prefill ranks of the data-parallel replica `prefill_dp_rank`, and begin to connect to them.
 
         If the bootstrap server's tickets for these ranks are invalid, fail this request, not the scheduler.
         """
@@ -65,7 +65,7 @@ class KVFlowReceiver(CommonKVReceiver):
             self.refuse(error)
 
     def refuse(self, error: KVFlowError) -> None:
-        """Fail the request with `error` before it has loads, and notify the prefill server."""
+        """Fail the request with `error`, and notify the prefill server. Only for a request that has no loads yet."""
         self._fail(error)
         self.conclude_state = KVPoll.Failed
 
@@ -131,9 +131,10 @@ class KVFlowReceiver(CommonKVReceiver):
                 self._load(pool_index, pool, list(indexes))
 
     def _send_room_message(self, decode_prefix_len: int, info: dict[str, Any]) -> bool:
-        """Send a prefill rank a `RoomMessage` about the request. Return False if this fails: SGLang fails the request.
+        """Send a prefill rank a `RoomMessage` about the request, and return True.
 
-        `info` is the bootstrap server's description of the rank.
+        If the message cannot be sent, return False; SGLang's own code then fails the request. `info` is the bootstrap
+        server's description of the rank.
         """
         message = self._room_message(
             decode_prefix_len=decode_prefix_len,
@@ -172,7 +173,10 @@ class KVFlowReceiver(CommonKVReceiver):
 
     @property
     def _uncut_rank(self) -> dict[str, Any]:
-        """Description of the one prefill rank from which this rank reads the pools that are not `cut`."""
+        """Bootstrap server's description of the one prefill rank that this rank reads whole items from.
+
+        Pools with `Buffers.cut` False are read whole.
+        """
         return next(info for info in self.bootstrap_infos if not info["is_dummy"])
 
     def _poll(self) -> Any:

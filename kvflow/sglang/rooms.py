@@ -28,12 +28,14 @@ MESSAGE_FRAME = b"KVFLOW"
 ROOM_MAX = (1 << 63) - 1
 REASON_CHARS_MAX = 400
 REQUESTS_MAX = 1 << 14
-"""Maximum number of decode servers' unpaired requests. Beyond that, the oldest is declined."""
+"""Maximum number of decode servers' requests that wait for the prefill server's request in the same room. Beyond that,
+the oldest is declined."""
 REFUSALS_MAX = 1 << 12
-"""Maximum number of the prefill server's refused requests without a decode server's message. Beyond that, the oldest is
-forgotten."""
+"""Maximum number of requests that the prefill server has refused and for which no decode server has sent a message yet.
+Beyond that, the oldest is forgotten."""
 LEFTOVER_S = 30.0
-"""Seconds after which an unpaired request that was given up or refused is forgotten, once its room is used again."""
+"""Seconds after which an unpaired request that was given up or refused may be forgotten. It is forgotten when the next
+request in the same room arrives at the prefill server."""
 _ENDED_NAMES_MAX = 1 << 14
 
 
@@ -58,7 +60,7 @@ def room_problem(room: int) -> str:
 
 
 class RoomMessage(msgspec.Struct, frozen=True):
-    """A decode rank's message to a prefill rank: that rank waits for a request's lease, or has given up the request."""
+    """A decode rank's message to a prefill rank: the sender waits for a request's lease, or gives up the request."""
 
     room: Annotated[int, Meta(ge=1, le=ROOM_MAX)]
     name: Annotated[str, Meta(min_length=1, max_length=256)]
@@ -70,7 +72,7 @@ class RoomMessage(msgspec.Struct, frozen=True):
     decode_prefix_len: Annotated[int, Meta(ge=0)] = 0
     """Number of tokens at the beginning of the prompt that the decode server already has."""
     is_dummy: bool = False
-    """True if the decode rank reads the pools with `Buffers.cut` False not from this prefill rank, but from another."""
+    """True if the decode rank reads the pools with `Buffers.cut` False from another prefill rank."""
     prompt: Annotated[str, Meta(max_length=64)] = ""
     """Digest of the prompt's token ids, salted with `name`; "" if the decode rank does not know the ids."""
     prompt_tokens: Annotated[int, Meta(ge=0)] = 0
@@ -113,9 +115,9 @@ class RoomRequest:
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """One request of the prefill server.
+    """The prefill server's side of one request.
 
-    `request` is the request of the decode server that this one is paired with; None until a message about it arrives.
+    `request` is the decode server's side of the same request; None until a decode rank's message about it arrives.
     """
 
     room: int
@@ -145,11 +147,11 @@ class Rooms:
         """`RoomMessage.name` of the latest ended requests, so that late messages about them are ignored."""
 
     def handle(self, message: RoomMessage, now_s: float) -> tuple[RoomRequest, str] | None:
-        """Add a decode rank's message to the request that the message names.
+        """Add a decode rank's message to the decode server's request that the message names.
 
-        The first message adds the request, and pairs it with the prefill server's first unpaired request in the room,
-        if any. If that request was refused before, return the added request and the reason: the caller has to decline
-        the added request now. Otherwise return None.
+        If the message is the first that names the request, add the request, and pair it with the prefill server's first
+        unpaired `Answer` in the room, if there is one. If that `Answer` was refused, return the request and the reason:
+        the caller has to decline the request now. Otherwise return None.
         """
         if message.name in self._ended_names:
             return None
@@ -208,9 +210,10 @@ class Rooms:
         return None
 
     def close(self, answer: Answer, now_s: float) -> None:
-        """Forget an ended request of the prefill server.
+        """Record that the prefill server's side of a request has ended.
 
-        If the request is unpaired, mark it as refused and keep it for a while, for a decode server's late message.
+        If `answer` is paired, forget the pair. If it is unpaired, mark it as refused and keep it for a while, so that a
+        late message of a decode server gets the refusal.
         """
         if answer.request is None:
             self.refuse(answer, "the prefill server has ended the request", now_s)

@@ -85,7 +85,7 @@ class KVFlowSender(CommonKVSender):
     def _complete_offer(self, state_indices: Any, ready: Any) -> None:
         """After the last chunk, offer the request's items in the other pools, and complete the lease with the metadata.
 
-        The device event `ready` happens when the last chunk is computed; None if it is already.
+        The device event `ready` happens when the last chunk is computed. None means that the chunk is already computed.
         """
         prefix_len = self.pop_decode_prefix_len()
         for pool_index, items in enumerate(self.kv_mgr.items_of((), state_indices, self.aux_index, prefix_len)):
@@ -123,9 +123,9 @@ class KVFlowSender(CommonKVSender):
         return f"the decode server has aborted the request: {reason or 'it does not say why'}"
 
     def _poll_with_status(self, check_status: Any) -> Any:
-        """Return SGLang's state of the request (a KVPoll).
+        """Return SGLang's state of the request (a KVPoll), without waiting for leases to end.
 
-        Never wait for a lease to end. If the request has failed, block for a moment to fail its leases.
+        If the request has failed, this method fails its leases, which may block for a moment.
         """
         if self.conclude_state is None:
             failed = self._update_state()
@@ -171,7 +171,10 @@ class KVFlowSender(CommonKVSender):
         return f"PromptMismatch: room {int(self.bootstrap_room)} has two prompts: {ours}, {theirs}"
 
     def _set_final_state(self) -> None:
-        """After all leases have ended, set the request's final state: Success if all were read, else Failed."""
+        """After all leases have ended, set the request's final state.
+
+        The state is Success if everything was offered and each lease ended as READ, else Failed.
+        """
         try:
             ends = {lease.outcome.result(0) for lease in self._leases}
         except (KVFlowError, TimeoutError) as error:

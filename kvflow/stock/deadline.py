@@ -29,7 +29,10 @@ from kvflow.errors import ConfigError
 
 
 class Arrival(NamedTuple):
-    """Time at which a request's parameters arrived: `now_s` on the clock of `machine`, useless on other machines."""
+    """Time at which a request's parameters arrived at the engine, on the clock of one machine.
+
+    `now_s` can be compared only with times of the same machine; `machine` is the machine's id.
+    """
 
     machine: str
     now_s: float
@@ -47,8 +50,8 @@ class Terms:
     router_s: Seconds = 5.0
     """Seconds, at most, from the end of a prefill request until its parameters reach this engine."""
     settle_s: Seconds = 10.0
-    """Seconds after which the producer's worker surely knows a request, counted from the arrival of its parameters
-    here."""
+    """Seconds from the arrival of a request's parameters at this engine until the producer's worker surely knows the
+    request."""
     allowance_s: Seconds = 1.0
     """Seconds that a notification takes to reach a producer, at most."""
 
@@ -77,7 +80,7 @@ class DeadlineProof:
 
     kind = "deadline"
     grows = fetch_under_way = lease_ended = failed = False
-    """Always False: states of a seal or a growing lease, which `SealProof` has and stock producers lack."""
+    """Always False. `SealProof` needs these attributes for seals and growing leases; stock producers have neither."""
 
     def __init__(
         self,
@@ -96,7 +99,7 @@ class DeadlineProof:
         """
         self.request_id, self.agent = request_id, agent
         self.fetch_posted = True
-        """Always True, so that no seal is fetched: a stock producer has none."""
+        """Always True, as if a seal had been fetched, so that loads fetch none: a stock producer has no seal."""
         self.last_open_s = -math.inf
         self.bound_s = arrived_s + terms.lease_s - terms.router_s
         """Time on this engine's clock until which the producer surely holds the blocks."""
@@ -140,7 +143,10 @@ class DeadlineProof:
         return ProofStep.POST if self._now_s() < self.held_until_s() else ProofStep.STALE
 
     def judge_after_read(self, read_s: float | None) -> ProofStep:
-        """Return FRESH if the producer surely still holds the blocks, after the last byte has landed, else STALE."""
+        """After a read's last byte has landed, return FRESH if the producer surely still holds the blocks, else STALE.
+
+        `read_s` is not used.
+        """
         return ProofStep.FRESH if self._now_s() < self.held_until_s() else ProofStep.STALE
 
     def fresh_copy(self) -> DeadlineProof:

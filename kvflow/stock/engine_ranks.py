@@ -24,7 +24,7 @@ _EQUAL_FIELDS = ("num_blocks", "block_size", "block_lens", "kv_cache_layout", "r
 
 
 class _Card(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of a rank's card: engine id, the rank's index, the number of ranks, metadata for stock readers."""
+    """Decoded form of `EngineRanks.card`: what a rank tells the engine's other ranks about itself."""
 
     engine_id: str
     tp_rank: int
@@ -36,12 +36,12 @@ class _Card(msgspec.Struct, frozen=True, kw_only=True):
 class EngineRanks:
     """The metadata of all ranks of this rank's engine, for stock readers.
 
-    A stock reader asks one rank about all ranks. So the engine passes each rank's metadata, encoded as bytes (its
-    *card*), to the other ranks:
+    A stock reader asks one rank about all ranks. So your program has to pass each rank's metadata, encoded as bytes
+    (the rank's *card*), to the other ranks:
 
         ranks = EngineRanks()  # on each rank, for StockPeers(ranks=ranks)
         card = ranks.card  # on each rank, once a cache is registered
-        ranks.show(cards)  # the cards of all ranks, on each rank that tickets may name first
+        ranks.show(cards)  # the cards of all ranks, on each rank that stock readers may ask
 
     A rank that registers its cache again has a new card, and answers no reader until `show` is called again with all
     cards. An engine of one rank needs no EngineRanks. Any thread may call the methods.

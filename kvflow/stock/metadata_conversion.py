@@ -43,7 +43,7 @@ _NO_SEALS = SealLocation(address=1, count=1, hold_s=SEAL_HOLD_S_MAX)
 
 
 class OurLayers(NamedTuple):
-    """Layers of this rank with equal memory layouts, described together by one `CacheShare` and one `Regions`."""
+    """A layer set: layers of this rank with equal memory layouts. `share` describes them, `regions` is their memory."""
 
     share: CacheShare
     regions: Regions
@@ -68,15 +68,16 @@ class OurRegion(NamedTuple):
     """
 
     layer: int
-    """Number of the region's first layer, which gives the region its name."""
+    """Number of the region's first layer, unique in this cache. The region is named by that layer."""
     set_and_index: tuple[int, int]
-    """Index, in `OurCache.layer_sets`, of the set with the region's first layer, and the layer's index in that set."""
+    """Position of the region's first layer: the index of its layer set in `OurCache.layer_sets`, and its index in the
+    set."""
     group: int
     """Index of the group of all layers in the region; SEVERAL_GROUPS if their groups differ."""
 
     @property
     def number(self) -> int:
-        """Number in the name of the region's first layer. A draft model's layers are numbered from 0 again."""
+        """Number in the name of the region's first layer: 3 for "model.layers.3". A draft model counts from 0 again."""
         return self.layer % NAMED_LAYERS_MAX
 
 
@@ -119,9 +120,10 @@ def _stock_order(layer: tuple[int, int, int]) -> tuple[bool, int, int]:
 
 
 def our_cache(shares: Sequence[CacheShare], regions: Sequence[Regions], groups: Sequence[GroupFacts]) -> OurCache:
-    """Return an OurCache of this rank's `shares` and `regions` (one for each set of layers) and `groups`.
+    """Return an OurCache that describes this rank's cache.
 
-    ConfigError if blocks of this cache cannot be exchanged with stock engines.
+    `shares` and `regions` have one item for each layer set, `groups` has one for each group of layers. ConfigError if
+    blocks of this cache cannot be exchanged with stock engines.
     """
     what = "stock peers: our cache"
     if any(share.part for share in shares) or any(group.kind is GroupKind.STATE for group in groups):
@@ -214,7 +216,7 @@ def reasons_not_read(stock: StockMetadata) -> list[str]:
 
 
 def _region_indexes(at: Address, stock: StockMetadata, ours: OurCache) -> dict[int, int]:
-    """Return, by address of each of this rank's regions, the index of the stock rank's matching region.
+    """Return a dict from the addresses of this rank's regions to the indexes of the stock rank's matching regions.
 
     PeerIncompatible unless both ranks have the same regions with the same groups.
     """

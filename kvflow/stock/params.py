@@ -29,8 +29,8 @@ _Block: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 31)]
 class StockTicket(Ticket, frozen=True, kw_only=True, dict=True):
     """A stock producer's offer of a prompt's blocks, made from its `kv_transfer_params`. It names no seals.
 
-    Parameters lack the engine's block size, heads and groups, so these fields of a `Ticket` hold placeholders here.
-    `needed_blocks` returns the blocks to read, once the engine's first rank has been asked.
+    Parameters lack the engine's block size, heads and groups, so these fields of a `Ticket` hold placeholders.
+    `needed_blocks` returns the blocks to read, once the stock engine's first rank has answered with its metadata.
     """
 
     def __post_init__(self) -> None:
@@ -43,7 +43,7 @@ class StockTicket(Ticket, frozen=True, kw_only=True, dict=True):
     params: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """The `kv_transfer_params` as they arrived, without keys that no stock producer makes."""
     left: int = 0
-    """Number of tokens at the end of the prompt that are offered but not to be loaded, and not in `num_tokens`."""
+    """Number of tokens at the end of the prompt that are offered but not loaded. `num_tokens` does not count them."""
 
     @cached_property
     def offered_tokens(self) -> int:
@@ -142,9 +142,9 @@ def read_stock_params(
 def needed_blocks(ticket: StockTicket, groups: Sequence[GroupFacts]) -> tuple[tuple[int, ...], ...]:
     """Return the ids of the offered blocks that hold the ticket's tokens, one tuple for each of the engine's `groups`.
 
-    In a ticket, each group's table ends with the block of the prompt's last token, and begins with the first block, or
-    as far back as the group's window may reach. Block id 0 (null) stands for a block that vLLM has freed. RequestError
-    if a table has an impossible length, or if a needed block is null.
+    In a ticket, each group's table ends with the block of the prompt's last token. The table begins with the prompt's
+    first block; if the group has a window, blocks before the window may be missing. Block id 0 (null) stands for a
+    block that vLLM has freed. RequestError if a table has an impossible length, or if a needed block is null.
     """
     what = f"stock request {ticket.request_id!r}"
     if len(ticket.block_tables) != len(groups):
@@ -181,7 +181,7 @@ def _needed_ids(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int]) -> S
     """Return the slice of `ids` with the blocks that the ticket's tokens need.
 
     `ids` is the ticket's block table for the group `facts`, and ends with the block of the prompt's last token. Return
-    None if no prompt of this length has a table of this length.
+    None if the number of `ids` cannot be right for the prompt's number of tokens.
     """
     size, tokens = facts.block_size, ticket.num_tokens
     first, behind = facts.first_needed(tokens) // size, -(-(tokens + ticket.left) // size) - len(ids)
@@ -193,13 +193,13 @@ def _needed_ids(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int]) -> S
 def make_stock_params(ticket: Ticket, version: str, *, left: int = 0) -> dict[str, Any]:
     """Return `ticket` as the `kv_transfer_params` that a stock producer with vLLM `version` would make.
 
-    For kvflow's own readers, which would otherwise take this engine for a stock engine, the parameters also have the
-    key "kvflow". Some routers drop that key, so its content is appended to the request id, too. To a stock reader the
-    longer id is an ordinary id.
+    The parameters also have the key "kvflow", which shows kvflow's own readers that this engine is no stock engine.
+    Some routers drop that key. So the request id ends with a copy of the key's value; to a stock reader the longer id
+    is an ordinary id.
 
     The last `left` tokens of the prompt are not offered, but a stock reader allocates blocks for all tokens, and
-    computes the last token itself. So each block table repeats its last offered block for each further block of these
-    `left` tokens, and "kvflow" holds the number of repetitions (`padding`).
+    computes the last token itself. If these tokens need further blocks, each block table is filled up with copies of
+    its last offered block id. "kvflow" holds the number of copies (`padding`).
 
     RequestError if the ticket would crash a stock reader, or have it read the wrong blocks.
     """

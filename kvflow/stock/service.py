@@ -62,8 +62,8 @@ class StockService:
         shown = encode_metadata(metadata_for_readers(ours, cache.metadata, stock), stock.serve_line)
         self._ranks.begin(config.engine_id, config.tp_rank, config.tp_size, shown)
         self._reports = BoundedMap[str, tuple[int, int]](_REPORTED_MAX)
-        """By id of each lease that some, but not all, stock readers have reported as read: the number of readers that
-        the reports state, and the number of reports so far."""
+        """For each lease that some, but not all, stock readers have reported as read: the number of reports to expect,
+        which each report states, and the number of reports so far. Keyed by lease id."""
         self.refused = 0
         """Number of unanswered questions and dropped notifications."""
 
@@ -105,9 +105,10 @@ class StockService:
             self._leases.on_notification(codec.encode(Renew(lease_ids=(lease_id,), reader="stock")))
 
     def _count_read_report(self, request_id: str, readers: int) -> None:
-        """Count a stock reader's report that it has read a request. `readers` such reports are expected.
+        """Count a stock reader's report that it has read a request, and pass the report on to the request's lease.
 
-        Pass the report on to the request's lease. Reports do not name their readers, so the reports are only counted.
+        The report states `readers`, the number of reports to expect. A report does not name its reader, so the lease
+        gets the report's number as the reader's name.
         """
         lease_id = self._leases.lease_id_of(request_id)
         if lease_id is None:

@@ -51,9 +51,9 @@ def arrival() -> Arrival:
 
 class StockConnection(Connection):
     reporters: int
-    """Number of readers, as stated in this reader's notifications that a request was read.
+    """The number N that this rank writes into the notification "ID:N", which reports the request ID as read.
 
-    The stock rank frees the request's blocks after that number of notifications.
+    From N the stock rank knows after how many such notifications it may free the request's blocks.
     """
     alive_s: float
     """Time, on the runtime's clock, at which the rank was last known to be alive."""
@@ -62,7 +62,7 @@ class StockConnection(Connection):
 
 
 class StockLeases:
-    """The latest requests that this rank reads, or has read, from stock producers; sends the producers notifications.
+    """Remembers the latest requests that stock producers have offered to this rank, and notifies these producers.
 
     Implements `runtime.peers.peer.LeaseNotifier`.
     """
@@ -77,8 +77,8 @@ class StockLeases:
         """The latest requests, by engine id, engine address and request id. The value is None once the producer was
         notified that the request was read or is not needed."""
         self._agents = BoundedMap[tuple[str, str, Rank], tuple[str, float]](_AGENTS_MAX)
-        """For each stock rank, by engine id, peer address and rank: its NIXL agent's name, and the time at which this
-        agent was first seen in place of another, or -inf for a rank's first agent."""
+        """For each stock rank, by engine id, peer address and rank: the name of its current NIXL agent, and the time at
+        which a new agent was last seen to replace an old one; -inf if the agent was never replaced."""
 
     def request_of(self, ticket: StockTicket) -> StockRequest:
         """Return the arrival time and the proofs of the request that `ticket` is for.
@@ -98,8 +98,9 @@ class StockLeases:
     def proof_of(self, request: StockRequest, ticket: StockTicket, peer: Peer, agent: str) -> DeadlineProof:
         """Return the proof for reads of a request from `peer`, a stock rank with the NIXL agent `agent`.
 
-        LeaseExpired if the rank has restarted since the request's parameters were made, or may have: parameters that
-        arrive less than `router_s` after another agent was first seen may be older than the restart.
+        LeaseExpired if the rank has restarted since the request's parameters were made. If the parameters arrived less
+        than `router_s` after the rank's new agent was first seen, they may be older than the restart, which also raises
+        LeaseExpired.
         """
         arrived_s, proofs = request
         if peer.rank in proofs and proofs[peer.rank].agent != agent:
@@ -112,9 +113,9 @@ class StockLeases:
         return proofs[peer.rank]
 
     def notify_needed(self, sources: Sequence[Source]) -> int:
-        """Send a heartbeat for the requests of `sources` to their producer rank. Return the number of requests.
+        """Send a heartbeat that names the requests of `sources` to a producer rank. Return the number of requests.
 
-        All `sources` are from one rank. Implements `LeaseNotifier.notify_needed`.
+        All `sources` are reads from that one rank. Implements `LeaseNotifier.notify_needed`.
         """
         proofs = {proof.request_id: proof for proof in map(_proof, sources)}
         for proof in proofs.values():

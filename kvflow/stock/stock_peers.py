@@ -34,7 +34,7 @@ class StockPeers(StockPart):
 
     The exchange is as safe as between two stock engines: neither side proves its identity, and a read from a stock
     engine succeeds by computed times (`Terms`), not by a seal. Loads from kvflow's own engines keep all their promises.
-    A ConfigError names the wrong field.
+    A ConfigError says which field is invalid.
     """
 
     name = "stock"
@@ -88,8 +88,8 @@ class StockPeers(StockPart):
         """Only for the runtime: return the service that answers stock readers; None if `serve_version` is empty.
 
         Raises:
-            ConfigError: stock readers cannot be served: they cannot read this cache, CURVE is on, which they do not
-                support, or the engine has several ranks and `ranks` is None.
+            ConfigError: stock readers cannot be served. Possible reasons: they cannot read this cache; CURVE is on, and
+                vLLM has no CURVE; the engine has several ranks, and `ranks` is None.
         """
         config = cache.config
         if not self.serve_version:

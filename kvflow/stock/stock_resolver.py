@@ -56,11 +56,11 @@ class StockResolver:
         return None if isinstance(ticket, StockTicket) else self._own.resolve_nowait(ticket, on_source)
 
     async def resolve(self, ticket: Ticket, on_source: Callable[[Source], None]) -> list[Source]:
-        """Connect to the ranks that a load with `ticket` reads from or notifies, and return a Source for each.
+        """Connect to all ranks that a load with `ticket` has to read or to notify, and return a Source for each rank.
 
         A Source has a rank's connection and lease, and the lease's proof. Call `on_source` with each Source as soon as
         its rank is connected. This raises the errors of `TicketResolver.resolve`, and LeaseExpired if this rank has
-        already read the ticket's stock request.
+        already read the blocks of a stock ticket.
         """
         if not isinstance(ticket, StockTicket):
             return await self._own.resolve(ticket, on_source)

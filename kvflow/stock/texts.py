@@ -22,8 +22,8 @@ _MSGPACK_ARRAYS = range(0x90, 0xA0)
 TEXT_BYTES_MAX = 1 << 14
 """Largest size in bytes of a heartbeat to a stock producer."""
 RECEIVED_BYTES_MAX = 1 << 22
-"""Largest size in bytes of a stock reader's notification. Large because a heartbeat names all requests that wait for
-one producer, by ids with a copy of the parameters (`make_stock_params`)."""
+"""Largest size in bytes of a stock reader's notification. It is large because a heartbeat has the ids of all requests
+that wait for one producer, and kvflow's parameters are appended to each id (`make_stock_params`)."""
 _HEARTBEAT_IDS_MAX = 1 << 14
 
 
@@ -32,7 +32,7 @@ class ReaderText(NamedTuple):
 
     request_ids: tuple[str, ...]
     readers: int = 0
-    """Number of readers that, by the notification, will report the request as read to this rank; 0 for a heartbeat."""
+    """Number N in the notification: how many readers report the request as read to this rank; 0 for a heartbeat."""
 
 
 def is_text(payload: bytes) -> bool:

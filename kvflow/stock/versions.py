@@ -97,10 +97,11 @@ def line_of_metadata(metadata: Collection[str]) -> ReleaseLine:
 
 
 def _line_with_fields(names_of: Callable[[ReleaseLine], tuple[str, ...]], found: Collection[str]) -> ReleaseLine:
-    """Return the newest line with fields that are all in `found`; of several with equal fields, the oldest.
+    """Return the newest release line that sends only fields in `found`.
 
-    `names_of` returns the names of a line's metadata fields or parameters. `found` has the names in a peer's message.
-    If no line fits, return the oldest line.
+    If older lines send the same fields as that line, return the oldest of these lines. `names_of` returns the names of
+    a line's metadata fields or parameters. `found` has the names in a peer's message. If no line fits, return the
+    oldest line.
     """
     known = [line for line in LINES if set(names_of(line)) <= set(found)] or [LINES[0]]
     most = names_of(known[-1])

@@ -93,9 +93,10 @@ class _Payload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_question(pp_rank: int, tp_rank: int) -> bytes:
-    """Return the message that asks a stock listener for a rank's metadata. Any other message ends the listener.
+    """Return the message that asks a stock listener for a rank's metadata.
 
-    So does a question about a rank that does not exist. ValueError if an index is out of range.
+    A question about a rank that does not exist ends the listener, as any other message does. ValueError if an index is
+    out of range.
     """
     if not (0 <= pp_rank < RANKS_MAX and 0 <= tp_rank < RANKS_MAX):
         raise ValueError(f"no rank: pp {pp_rank}, tp {tp_rank}")

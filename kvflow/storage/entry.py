@@ -48,8 +48,8 @@ class EntryHeader(msgspec.Struct, frozen=True, kw_only=True):
     """Number of blocks of each group of layers."""
     data_bytes: int
     digests: bytes
-    """One digest (`verify.digests`) of 8 bytes, little-endian, for each layer, in the order of layer sets and layers.
-    """
+    """One digest (`verify.digests`) of 8 bytes, little-endian, for each layer: ordered by layer set (layers of equal
+    shape), then by layer."""
 
     @property
     def data_start(self) -> int:

@@ -85,7 +85,7 @@ def plan_file(
 
 
 def _equal_stride_runs(regions: Regions, most: int) -> Iterator[tuple[int, int]]:
-    """Yield index ranges (first, after the last) of at most `most` consecutive regions with equal strides."""
+    """Yield half-open index ranges (start, stop) of at most `most` consecutive regions with equal strides."""
     first = 0
     for at in range(1, len(regions) + 1):
         if at == len(regions) or at - first == most or regions.strides[at] != regions.strides[first]:

@@ -31,14 +31,15 @@ _AIO_NOTCANCELED = 1  # from <aio.h>
 
 
 def _cancel_posix_aio(fd: int) -> bool:
-    """Cancel the POSIX AIO operations on file `fd` that have not begun. Return True if another operation still runs."""
+    """Cancel the POSIX AIO operations on file `fd` that have not begun. Return True if one that had begun runs on."""
     return bool(ctypes.CDLL(None).aio_cancel(fd, None) == _AIO_NOTCANCELED)
 
 
 class PosixMover:
     """Implementation of `storage.store_thread.Mover` that copies bytes by NIXL's POSIX backend.
 
-    `stop_lost_moves` ends the NIXL agent; the next `register_file` or `begin` creates another.
+    A copy (a move) that has failed but may still run is lost. To stop lost moves, `stop_lost_moves` ends the NIXL
+    agent; the next `register_file` or `begin` creates another agent.
     """
 
     def __init__(self, name: str, params: Mapping[str, str], spans: Sequence[Span]) -> None:
@@ -54,7 +55,7 @@ class PosixMover:
         self._sizes: dict[int, int] = {}
         """Size in bytes of each registered file, by file descriptor."""
         self._lost_handles: list[object] = []
-        """NIXL handles of failed moves, which may still run."""
+        """NIXL handles of moves for which NIXL reported an error, but which may still copy bytes."""
         self._agent: Any = None
         self._backends: list[Any] = []
         self._memory: list[Any] = []
@@ -125,7 +126,7 @@ class PosixMover:
     def _start(self) -> None:
         """If there is no NIXL agent, create one, and register the memory and the open files.
 
-        Raise NIXL's own errors.
+        Errors of NIXL are raised unchanged.
         """
         if self._agent is not None:
             return
@@ -142,7 +143,7 @@ class PosixMover:
             raise
 
     def _add_file(self, fd: int, size_bytes: int) -> None:
-        """Register the open file `fd` with the NIXL agent. Raise NIXL's own errors."""
+        """Register the open file `fd` with the NIXL agent. Errors of NIXL are raised unchanged."""
         self._files[fd] = self._bindings.nixlRegDList(self._bindings.FILE_SEG, [(0, size_bytes, fd, "")])
         self._agent.registerMem(self._files[fd], self._backends)
 

@@ -23,8 +23,8 @@ def make_store_thread(config: Config, name: str) -> StoreThread:
     """Return the store's I/O thread, not started. `config.transport` decides how the thread copies bytes.
 
     Thread `kvflow-store <name>`: begun when a cache is registered with `Storage`; ends when the cache is unregistered
-    and no bytes are copied. Then the store's folder is free. If the thread dies, saves and restores under way fail, and
-    their blocks stay leased or quarantined.
+    and no copy is under way. The thread then unlocks the store's folder. If the thread dies, saves and restores under
+    way fail, and their blocks stay leased or quarantined.
     """
     if config.transport != "nixl":
         return StoreThread(f"kvflow-store {name}", lambda _: PlainMover())
@@ -100,12 +100,13 @@ class Storage(Part):
         return await self._require("save").save(request)
 
     async def restore(self, request: RestoreRequest) -> RestoreReport:
-        """Fill local blocks from the file that this or an earlier runtime, with an equal KV cache, saved under a key.
+        """Fill local blocks from the file that was saved under a key.
 
-        A restore succeeds only if the digests of the filled blocks equal those of the saved blocks. During the restore
-        the blocks are claimed, as by a load. If `restore` is cancelled, it returns within Config.cancel_grace_s. If
-        bytes may still land in the blocks when `restore` ends, the restore is in `Storage.quarantines`, and is the
-        `quarantine` of the raised error.
+        This runtime or an earlier one, with a KV cache of the same layout, has saved the file. A restore succeeds only
+        if the digests of the filled blocks equal those of the saved blocks. During the restore the blocks are claimed,
+        as by a load. If `restore` is cancelled, it returns within Config.cancel_grace_s. If bytes may still land in the
+        blocks when `restore` ends, the raised error's `quarantine` says when the blocks are safe.
+        `Storage.quarantines` lists it, too.
 
         Args:
             request: the key, and the local blocks to fill.

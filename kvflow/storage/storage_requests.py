@@ -72,7 +72,8 @@ class SaveReport(StoreReport):
 class RestoreReport(StoreReport):
     """Report of a restore. `seconds` has the seconds of each phase.
 
-    The phases are "check" (checks and digests), "queued" (waiting to copy), "move" (copying bytes) and "sync".
+    The phases are "check" (checks and digests), "queued" (waiting to copy), "move" (copying bytes) and "sync" (always 0
+    for a restore, which writes nothing to disk).
     """
 
 
@@ -80,7 +81,7 @@ class RestoreReport(StoreReport):
 class StoreStatistics(PartStatistics):
     """Contents of a store now, and counts of saves and restores since the KV cache was registered.
 
-    A save or restore counts as an open request until its file is closed.
+    `open_requests` counts a save or restore until its file is closed.
     """
 
     entries: int

@@ -84,7 +84,7 @@ class BlockStore:
         self._idle.set()
         self._close_error: type[RuntimeUnavailable] | None = None
         self._outcomes = dict.fromkeys(_OUTCOMES, 0)
-        """Numbers of ended saves and restores, by the field of `StoreStatistics`, such as "saved"."""
+        """Number of saves and restores that ended with each outcome. Keys are names of fields of `StoreStatistics`."""
         self._evicted = self._dropped = 0
 
     @property
@@ -186,9 +186,9 @@ class BlockStore:
     # --- one save or restore
 
     def _accept(self, request: StoreRequest, direction: Direction) -> StoreTransfer:
-        """Check a request as far as possible without a file, claim or lease its blocks, and return a StoreTransfer.
+        """Check a request, then claim the blocks to restore or lease the blocks to save. Return a StoreTransfer.
 
-        Raise RequestError (also BlocksBusy) or Overloaded.
+        Facts that only the file has are not checked yet. Raise RequestError (also BlocksBusy) or Overloaded.
         """
         given = checks.normalize_request(request, type(request), "request", self._config.limits.block_ids_max)
         what = f"request {given.request_id!r}"
@@ -214,8 +214,8 @@ class BlockStore:
     async def _carry_out(self, transfer: StoreTransfer, work: Callable[[StoreTransfer], Awaitable[ReportT]]) -> ReportT:
         """Run `work` (`_save` or `_restore`) for a transfer within its deadline. Return the report of `work`.
 
-        In any case first wait, at most `cancel_grace_s`, until no byte can land in the blocks and the file is closed.
-        Raise a KVFlowError on failure.
+        Raise a KVFlowError on failure. Before returning or raising, wait until no byte can land in the blocks and the
+        file is closed, but at most `cancel_grace_s`.
         """
         try:
             try:

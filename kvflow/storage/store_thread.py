@@ -47,7 +47,7 @@ class LostMoves(enum.Enum):
     NOT_YET = enum.auto()
     """A lost move is still running; call `stop_lost_moves` again."""
     NEVER = enum.auto()
-    """Lost moves are known to have stopped only once the I/O thread has ended."""
+    """`stop_lost_moves` can never tell whether the lost moves have stopped; only the end of the I/O thread tells it."""
 
 
 class MoveFailed(TransportError):
@@ -122,7 +122,7 @@ class StoreThread:
         self._last_job: Callable[[], None] | None = None
         self._closing = False
         self.cause: BaseException | None = None
-        """Exception of a bug that has ended the thread, or None. After a bug moves may still run."""
+        """Exception of a bug that has ended the thread, or None. If a bug has ended the thread, moves may still run."""
 
     @property
     def moves_under_way(self) -> int:
@@ -152,9 +152,9 @@ class StoreThread:
         return await self._require_thread().call(job)
 
     def submit(self, job: Callable[[], None], then: Callable[[], None]) -> None:
-        """Have the I/O thread run `job`, which must not raise, and then the event loop run `then`. Do not wait.
+        """Queue `job`, which must not raise, to run on the I/O thread. After that `then` is called on the event loop.
 
-        Raise TransportBroken if the thread has ended.
+        Return without waiting. Raise TransportBroken if the thread has ended.
         """
         thread = self._require_thread()
 
@@ -321,9 +321,9 @@ class PlainMover:
 
 
 def _move_all(fd: int, memory: ctypes.Array[ctypes.c_char], offset: int, direction: Direction) -> None:
-    """Copy all bytes of `memory` to file `fd` at `offset` (SAVE) or from there (RESTORE), by several calls if needed.
+    """SAVE: write all bytes of `memory` to file `fd` at `offset`. RESTORE: fill `memory` from the file at `offset`.
 
-    Raise OSError if the file ends early.
+    Make several system calls if needed. Raise OSError if the file ends early.
     """
     view, done = memoryview(memory).cast("B"), 0
     while done < len(view):

@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from kvflow.runtime.peers.peer import Source
 
 STORE_AGENT = AgentName("store")
-"""Name under which copies to and from files wait in the queue of reads. A load's reads wait under the peer's agent
-name.
-"""
+"""Agent name of all copies to and from files in the queue of permits (`FlightResources.permit_queue`). The reads of
+loads have the peer's agent name there."""
 
 
 def file_source() -> Source:
@@ -46,8 +45,8 @@ def file_source() -> Source:
 class StoreTransfer:
     """One save or restore. If a restore ends while bytes may still land, the error's `quarantine` is this object.
 
-    A restore's blocks are claimed by its flight. A save's blocks are leased, so not written, until no byte is copied
-    any longer.
+    Until all copies of bytes have stopped, a restore's blocks are claimed, and a save's blocks are leased, so that
+    nothing else writes to them.
     """
 
     behind = False
@@ -64,8 +63,9 @@ class StoreTransfer:
     ) -> None:
         """Claim the blocks to fill, or lease the blocks to save. Raise BlocksBusy if a block is already in use.
 
-        `request`: checked already. `tables`: block ids by group. `entries`: numbers of the same blocks in the block
-        ledger. `resources`: objects that all flights share. `deadline_s`: seconds from now until the deadline.
+        `request`: checked already. `tables`: block ids by group. `entries`: the same blocks, as numbered in the ledger
+        of claimed and leased blocks. `resources`: objects that all loads, saves and restores share. `deadline_s`:
+        seconds from now until the deadline.
         """
         loop = asyncio.get_running_loop()
         self.request, self.direction, self.tables = request, direction, tables
@@ -103,7 +103,7 @@ class StoreTransfer:
             self.timeout.reschedule(asyncio.get_running_loop().time())
 
     def post(self, _agent: AgentName, descriptors: Descriptors, on_end: OnReadEnd) -> None:
-        """Start a copy of bytes between memory and the file, for the flight. Call `on_end` when the copy has stopped.
+        """Start a copy of bytes between memory and the file. Call `on_end` when the copy has stopped.
 
         Raise TransportBroken if the I/O thread has ended.
         """

@@ -62,10 +62,11 @@ class StoredCache:
         self.fingerprint = fingerprint_of(facts)
 
     async def moves(self, transfer: StoreTransfer, fd: int, start: int) -> AsyncGenerator[CopyGroup, None]:
-        """Yield the copies to or from the file for all blocks of a transfer, as copy groups for the transfer's flight.
+        """Yield all copies of a transfer to or from its file, as `CopyGroup`s, which `transfer.flight` starts.
 
-        With host buffers each group is one span of blocks, for which host blocks are taken just before the group is
-        yielded. `fd`: file descriptor. `start`: offset in bytes of the file's first block.
+        With host buffers each `CopyGroup` copies one span of consecutive blocks, and host blocks for the span are taken
+        just before the `CopyGroup` is yielded. `fd`: file descriptor. `start`: offset in bytes of the file's first
+        block.
         """
         file, copy_to_host = file_source(), transfer.direction is Direction.SAVE
         counts = [len(ids) for ids in transfer.tables]
