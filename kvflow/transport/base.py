@@ -18,14 +18,14 @@ from kvflow.errors import ConfigError, KVFlowError
 AgentName = NewType("AgentName", str)
 
 DEVICES: Mapping[str, bool] = {"cpu": True, "cuda": True}
-"""Whether NIXL can read memory of a kind of device, by kind; False for kinds that are not listed.
+"""Whether NIXL can usually read memory of a device, keyed by the kind of device. A kind without a key counts as False.
 
 This is only a default: the method `reaches` of the transport in use decides.
 """
 BY_SOME_BUILDS = ("xpu",)
 """Kinds of devices with memory that only some builds of NIXL can read.
 
-A peer that registers memory of this kind has such a build; the peer's readers do not need one.
+If a peer has registered memory of such a kind, the peer has such a build. The peer's readers can have any build.
 """
 _WITHOUT_MEMORY = "meta"
 
@@ -95,7 +95,7 @@ class ReadEnded:
 class Notified:
     """Event of the transport: a notification has arrived.
 
-    Any agent can send one; the lease id in it proves the sender.
+    Any agent can send a notification. The secret lease id in `payload` shows that the sender is a reader of that lease.
     """
 
     payload: bytes
@@ -106,7 +106,10 @@ Event: TypeAlias = ReadEnded | Notified
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportStatistics:
-    """Counts of a transport. `open_*`: objects that are open now (0 after `aclose`). The others count since `open`."""
+    """Counts of a transport since the call of `Transport.open`.
+
+    The fields `open_*` instead have the number of reads, peers, spans or threads now, which is 0 after `aclose`.
+    """
 
     open_reads: int
     open_peers: int
@@ -129,7 +132,7 @@ Join: TypeAlias = Callable[[Sequence[bytes]], Sequence[bytes]]
 
 
 class Transport(Protocol):
-    """The agents of one registered cache, which read the memory of peers and send notifications.
+    """The agents of one registered cache. The agents read the memory of peers and send notifications.
 
     Call all methods but `abandon` on the event loop that called `open`.
     """
@@ -144,10 +147,11 @@ class Transport(Protocol):
         """
 
     async def register(self, spans: Sequence[Span], device: Device, keepalive: object, use: MemoryUse) -> None:
-        """Register the address ranges `spans` on `device`, which peers read, local reads write to, or both (`use`).
+        """Register the address ranges `spans` on `device`.
 
-        The memory stays registered until `aclose`. The transport references `keepalive`, the owner of the memory, until
-        no read can touch the memory.
+        `use`: whether peers read this memory, local reads write to the memory, or both. The memory stays registered
+        until `aclose`. The transport references `keepalive`, the owner of the memory, until no read can touch the
+        memory.
         """
 
     async def metadata(self) -> bytes:
@@ -194,7 +198,7 @@ class Transport(Protocol):
 
     @property
     def behind(self) -> bool:
-        """True if more posted reads wait to start than can start within the next milliseconds.
+        """True if many posted reads have not started yet: more than can start within the next milliseconds.
 
         The caller should then post no further reads: preparing them takes the GIL from other threads.
         """

@@ -46,8 +46,8 @@ class InprocNetwork:
     def __init__(self) -> None:
         self.agents: dict[AgentName, InprocTransport] = {}
         self.leaves_memory = False
-        """True if peers can still read the memory of a closed agent, as with shared memory. A load must never report
-        such bytes as fresh."""
+        """True if peers can still read the memory of a closed agent, as with shared memory. No load may succeed with
+        bytes that were read after the agent was closed."""
         self.closed: dict[AgentName, InprocTransport] = {}
         """Closed agents with memory that can still be read, by name; filled only if `leaves_memory`."""
 
@@ -109,7 +109,7 @@ class SimulatedLink(Protocol):
         """Take over a notification for `target`. Call `target.deliver(payload)` now, later, several times, or never."""
 
     def report(self, callback: Callable[[], None]) -> None:
-        """Call `callback` on the loop, now or later. It reports an event of this agent to the agent's runtime."""
+        """Call `callback` on the loop, now or later. `callback` reports an event of this agent to the runtime."""
 
     async def wait_for_reads(self, reader: InprocTransport) -> None:
         """Wait until every read that `reader` has posted has ended."""
@@ -165,8 +165,8 @@ class InprocTransport:
             device: The kind of device.
 
         Returns:
-            The answer for NIXL, so that tests stage the same caches. This transport itself reads only memory of the
-            CPU.
+            The answer for NIXL, so that a test stages a cache exactly if the cache would be staged with NIXL. This
+            transport itself reads only memory of the CPU.
         """
         return usually_reached(device)
 

@@ -147,9 +147,9 @@ class OwnerThread:
         self._thread.join()
 
     def abandon(self, last_job: Job, wait_s: float) -> None:
-        """Queue `last_job`, which must make `step` end the thread, and wait up to `wait_s` for that.
+        """Queue `last_job`, which must make `step` end the thread, and wait up to `wait_s` for the end of the thread.
 
-        For use after the event loop has ended, on any thread. A call on the `OwnerThread` itself does not wait.
+        For use after the event loop has ended. May be called on any thread; a call on the ending thread does not wait.
         """
         self._jobs.append(last_job)
         self._wakes.put(None)

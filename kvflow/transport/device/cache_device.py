@@ -26,7 +26,7 @@ _GATHER_BUFFER_BYTES = 8 << 20
 
 
 class CacheDevice:
-    """A device on which a cache lies, here without streams; subclasses have streams.
+    """A device on which a cache lies. This class is for devices without streams; its subclasses use streams.
 
     All methods run on the copy thread.
     """
@@ -131,10 +131,10 @@ class CacheDevice:
         return tuple(view.view(dtype) for view in views)
 
     def gather_buffer(self, count: int, size_bytes: int) -> torch.Tensor:
-        """Return a device buffer to gather blocks into: a tensor with one row of `size_bytes` bytes for each block.
+        """Return a device tensor to gather blocks into, with one row of `size_bytes` bytes for each block.
 
-        The tensor has `count` rows or, if these do not fit the buffer, fewer, but at least one. All calls share one
-        buffer, which is replaced when a single row does not fit. For use inside `copying` only.
+        The tensor is a view of one buffer that all calls share. The tensor has `count` rows, or as many as fit in the
+        buffer. If not even one row fits, a larger buffer replaces the shared buffer. For use inside `copying` only.
         """
         if self._gather_buffer is None or len(self._gather_buffer) < size_bytes:
             self._gather_buffer = self.allocate(max(_GATHER_BUFFER_BYTES, size_bytes))
@@ -159,7 +159,7 @@ _WITHOUT_STREAMS = (
 def make_device(where: Device, *, engine_copies: bool) -> CacheDevice:
     """Return the `CacheDevice` for a cache on the device `where`. Call this on the copy thread.
 
-    `engine_copies`: the engine's own function, `copy_blocks`, copies blocks, so no streams are needed.
+    `engine_copies`: True if `copy_blocks`, a function of the engine, copies the blocks, so that no streams are needed.
 
     Raises:
         ConfigError: kvflow cannot copy blocks on this device.

@@ -83,7 +83,10 @@ class CudaDriver:
         self._library = library
 
     def start(self) -> None:
-        """Initialize the driver, first of all calls in a process that has not used CUDA. This call needs no context."""
+        """Initialize the driver. This call needs no context.
+
+        If the process has not used CUDA yet, call this method before every other method.
+        """
         self._call("cuInit", ctypes.c_uint(0))
 
     def version(self) -> tuple[int, int]:
@@ -130,7 +133,7 @@ class CudaDriver:
         return bool(capable.value)
 
     def needs_flush(self, number: int) -> bool:
-        """Return True if, before `flush`, device `number` may not see data that a NIC has written to its memory."""
+        """Return whether only `flush` makes sure that device `number` sees what a NIC has written to device memory."""
         ordering, options = self._attribute(_WRITES_ORDERING, number), self._attribute(_FLUSH_OPTIONS, number)
         return ordering < WRITES_ORDERING_OWNER and bool(options & _FLUSH_BY_HOST)
 

@@ -75,7 +75,7 @@ class _QueuedRead(NamedTuple):
     descriptors: Descriptors
 
     def can_join(self, other: _QueuedRead) -> bool:
-        """Return True if one NIXL request can read both this read and `other`: same peer, same devices."""
+        """Return True if one NIXL request can serve both this read and `other`: same peer, same devices."""
         ours, theirs = self.descriptors, other.descriptors
         same_devices = ours.local_device == theirs.local_device and ours.remote_device == theirs.remote_device
         return self.peer == other.peer and same_devices
@@ -210,10 +210,10 @@ class NixlAgents:
         self._to_post.add(_QueuedRead(read, peer, descriptors), descriptors.size_bytes)
 
     def _post_next(self) -> None:
-        """Report ended reads to the event loop, and post the next NIXL request.
+        """Create the next NIXL request, report ended reads to the event loop, and only then post the request.
 
-        Each NIXL call releases the GIL; in a burst this thread waits for milliseconds to get it back. So ended reads
-        are reported after the next request has been created: the loop handles them while that request is being posted.
+        Each NIXL call releases the GIL, and in a burst this thread waits for milliseconds to get the GIL back. In this
+        order the event loop can handle the reported reads while the NIXL request is being posted.
         """
         if not self._created:
             self._create_next()

@@ -23,7 +23,7 @@ UCX refuses to receive smaller frames than it sends.
 
 
 class Polling(NamedTuple):
-    """How long to poll for the end of a read without pauses: `spin_s`, plus a time that grows with the read's size."""
+    """How long to busy-poll for the end of a read: `spin_s`, plus a time that grows with the size of the read."""
 
     spin_s: float
     bytes_per_s: float

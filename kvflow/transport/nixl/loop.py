@@ -179,10 +179,9 @@ class NixlTransport:
     def _step(self) -> float | None:
         """Run one step of the NIXL agents. Return the seconds that the thread may sleep, or None to end the thread.
 
-        After `_end_when_idle`, the thread ends as soon as no read is under way.
-
-        Thread `kvflow-agent <name>`: one for each registration. This thread ends once no read is under way. If the
-        thread dies, the poller ends and the runtime breaks. NIXL has a progress thread of its own.
+        Thread `kvflow-agent <name>`: one for each registration. The thread ends once the transport is being closed and
+        no read is under way. If the thread dies, `NixlTransport.run` raises TransportBroken and the runtime breaks.
+        Besides this thread, NIXL has a progress thread of its own.
         """
         agents = self._agents
         if agents is None:
@@ -197,7 +196,10 @@ class NixlTransport:
         return idle_s
 
     def _end_when_idle(self) -> None:
-        """Make the agents' thread end once no read is under way. Submitted as a job, to run after all earlier jobs."""
+        """Make the agents' thread end once no read is under way.
+
+        This method is submitted to the thread as a job, so that it runs after all earlier jobs.
+        """
         self._ending = True
 
     def _on_death(self, cause: BaseException) -> None:

@@ -218,9 +218,9 @@ def prefault(span: Span) -> None:
 
 
 def readable_kinds() -> Mapping[str, bool]:
-    """Return whether the loaded UCX can read memory of "xpu" devices and, on ROCm, of "cuda" devices, by kind.
+    """Return {kind of device: whether the loaded UCX can read its memory}, for "xpu" and, on ROCm, also for "cuda".
 
-    Call this after an agent has been created, which loads UCX.
+    Call this after an agent has been created, because that loads UCX.
     """
     found = {"xpu": has_module("ze")}
     return {**found, "cuda": has_module("rocm")} if is_rocm() else found
