@@ -58,14 +58,15 @@ class BackendLayout:
     else empty.
     """
     since: Version | None
-    """First version of the project with this layout; None if only the commit `source_version` is known to have it."""
+    """First version of the backend's `project` with this layout; None if only the commit `source_version` is known to
+    have the layout."""
     until: Version | None
-    """Last version of the project with this layout; None if all later versions have it."""
+    """Last version of the backend's `project` with this layout; None if all versions after `since` have the layout."""
     view: str
     """Text for a message: which view of the engine's tensor has this layout; "" if the tensor itself has it."""
     needs_num_kv_heads: bool
-    """True if a tensor's shape does not show whether it is the view that `view` describes; then `layout_for_backend`
-    needs `num_kv_heads`."""
+    """True if the shape does not show whether the caller passed the engine's tensor or the view of it that `view`
+    describes; then `layout_for_backend` needs `num_kv_heads`."""
 
     @property
     def versions(self) -> str:
@@ -331,7 +332,10 @@ def _layout_by_row(
     num_kv_heads: int | None,
     layer_indices: Sequence[int] | None,
 ) -> CacheLayout:
-    """Return the layout of `kv_caches`, tensors by layer name, by `row`. LayoutError if the row does not match them."""
+    """Return the layout that the tensors `kv_caches` have according to the table row `row`.
+
+    Raise LayoutError if `row` does not match the tensors.
+    """
     layout = CacheLayout.infer(
         kv_caches, order=row.order, style=row.style, block_size=block_size, layer_indices=layer_indices
     )

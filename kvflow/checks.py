@@ -129,7 +129,7 @@ _PLAIN_TYPE_OF: tuple[tuple[Any, Any], ...] = ((numbers.Integral, int), (numbers
 
 
 def _plain(value: Any) -> object:
-    """Return a number or text of any class as int, float or str; for other values, an object that no type accepts."""
+    """Return a number or text of any class as int, float or str; for others, `object()`, which no check accepts."""
     own = next((own for kind, own in _PLAIN_TYPE_OF if isinstance(value, kind)), None)
     found = None if own is None else try_call(partial(own, value))
     return object() if found is None else found
@@ -260,7 +260,7 @@ def count_block_ids(given: object, most: int, what: str = "block_ids") -> int:
 def whole_numbers(values: object, what: str, *, error: ErrorKind = RequestError) -> npt.NDArray[np.int64]:
     """Return `values` as a new int64 array. Raise `error` unless it is a flat list or array of 64-bit whole numbers.
 
-    The array may be of any package that numpy can convert.
+    An array in `values` may be of any package, such as torch, if numpy can convert the array.
     """
     array = try_call(lambda: _array_of(values))
     if array is not None and array.ndim == 1 and not isinstance(values, bytearray):
@@ -402,7 +402,10 @@ def _check_of(hint: Any, error: Any) -> Check | None:
 
 
 def refuse_unknown_arguments(kind: type[ValueT]) -> type[ValueT]:
-    """Decorate dataclass `kind`: given an unknown argument, its constructor raises ConfigError with a similar name."""
+    """Decorate dataclass `kind`: its constructor then raises ConfigError for an unknown argument.
+
+    The error's message suggests the known argument with the most similar name.
+    """
     made, known = kind.__init__, [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
 
     @wraps(made)

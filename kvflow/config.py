@@ -49,7 +49,7 @@ def auto_target(advertise_host: str | None) -> str | None:
 def rank_offset(dp_rank: int, pp_rank: int, tp_rank: int, *, tp_size: int, pp_size: int) -> int:
     """Return a rank's number within its engine, from 0: the offset of its port from the engine's base port.
 
-    Ranks are numbered by dp_rank first, then by pp_rank, then by tp_rank.
+    From one number to the next, tp_rank varies fastest, pp_rank next and dp_rank slowest.
     """
     return (dp_rank * pp_size + pp_rank) * tp_size + tp_rank
 
@@ -72,7 +72,7 @@ class Config:
     advertise_host: AdvertisedHost | None = None
     """Host of this rank that tickets name; required when `listen` binds a wildcard such as 0.0.0.0. "auto": the source
     address of this host's default route when the runtime opens. "auto:HOST": the source address of the route to HOST,
-    such as a peer or a head node. If `listen` binds one address, both mean that address."""
+    such as a peer or a head node. If `listen` binds one address, "auto" and "auto:HOST" both mean that address."""
 
     model: ModelName = ""
     """Name of the model, the same on both sides of a load."""
@@ -139,8 +139,8 @@ class Config:
     memory, 1 GiB on CUDA."""
 
     scratch: Mode = "auto"
-    """When to read blocks whole into scratch memory and permute them there, if they would land in the cache as many
-    small pieces: "auto" (if that is faster), "always" or "never"."""
+    """For blocks that would land in the cache as many small pieces: when to read these blocks whole into scratch
+    memory and copy the pieces from there into the cache. "auto" (if that is faster), "always" or "never"."""
     staging: Mode = "auto"
     """When to copy blocks through host buffers: "auto" (if the transport cannot reach the cache's device), "always" or
     "never". With "never", registering a cache that needs host buffers raises ConfigError."""
@@ -195,17 +195,17 @@ class Config:
 def config_for_device(config: Config, kind: str) -> Config:
     """Return a copy of `config` with the defaults of a device in place of bounds that are 0.
 
-    `kind`: kind of the device, such as "cuda". Only the bounds in `limits.BY_DEVICE`, of `config` and of its `limits`,
-    are replaced.
+    `kind`: kind of the device, such as "cuda". A bound is replaced only if `limits.BY_DEVICE` has a default for it. The
+    bounds of `config.limits` are replaced like those of `config`.
     """
     return replace(with_device_defaults(config, kind), limits=with_device_defaults(config.limits, kind))
 
 
 def params_of(config: Config, backend: str) -> Mapping[str, str]:
-    """Return the parameters of `backend` in `config.nixl_backend_params`: the values of the keys "BACKEND.key".
+    """Return the parameters of `backend` in `config.nixl_backend_params`, which has keys "BACKEND.key" and "key".
 
-    If `config.nixl_backend` names the backend, also return those of keys without a backend; keys with a backend
-    override them.
+    The values of the keys with the backend's name are always returned. If `config.nixl_backend` names the backend, the
+    values of the keys without a backend are returned, too; "BACKEND.key" takes precedence over "key".
     """
     named = backend in config.nixl_backend.split(",")
     given = config.nixl_backend_params.items()

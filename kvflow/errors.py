@@ -161,7 +161,7 @@ class KVFlowError(Exception):
         super().__init__(shortened(message))
 
     def add_note(self, note: str) -> None:
-        """Add `note` to the error, without its middle if it is too long."""
+        """Add `note` to the error. If `note` is too long, leave out the middle of the note."""
         super().add_note(shortened(note, _NOTE_CHARS))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -226,7 +226,7 @@ class RequestError(InvalidInput):
     """
 
     def of_request(self, request_id: str, engine_id: str) -> Self:
-        """Return this error if its message names the request or a ticket's field, else a copy that does."""
+        """Return this error if its message names the request or a ticket's field, else a copy that names the request."""
         what = f"request {request_id!r}"
         names_it = str(self).startswith((what, "ticket: "))
         return self if names_it else self._with_message(f"{what} from {engine_id!r}: {self}")
@@ -256,8 +256,9 @@ class PromptMismatch(RequestError):
     def __init__(self, message: str, *, parts: tuple[str, ...] = TOKENS) -> None:
         super().__init__(message)
         self.parts = parts
-        """Inputs that differ: ("tokens",); or, if the tokens are equal, others, such as "pictures" or "adapter". The
-        request may have lost these on the way, so do not compute the prompt here instead.
+        """Inputs that differ: ("tokens",); or, if the tokens are equal, other inputs, such as "pictures" or "adapter".
+        In the second case the local request may have lost these inputs on its way to this engine, so do not compute
+        the prompt here in place of the load.
         """
 
 
@@ -386,10 +387,10 @@ class LoadError(KVFlowError):
 
 
 class LeaseExpired(LoadError):
-    """There is no proof that the lease covered the whole read: the lease expired, was revoked, or ended because others
-    had read.
+    """There is no proof that the lease covered the whole read: the lease expired, was revoked, or ended because other
+    readers had reported their reads, so that the producer counted the lease as fully read.
 
-    Prefill again. If this is frequent, raise `lease_ttl_s`, or let fewer requests wait.
+    Prefill again. If this is frequent, raise `lease_ttl_s`, or let fewer requests wait between prefill and load.
     """
 
 

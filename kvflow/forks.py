@@ -42,8 +42,9 @@ class _NoEvents:
 def ignore_events(socket: Any) -> None:
     """Make `socket`, an asyncio socket of pyzmq, ignore all events in this process; its receives and sends never end.
 
-    If the event loop is about to call a method of the socket at the fork, such as the next receive of a task, it also
-    calls that method in the child. There libzmq answers every call with EINTR, and pyzmq repeats such a call forever.
+    Without this function a forked child could hang: the event loop in the child still makes the calls of the socket
+    that were due at the fork, such as the next receive of a task. In the child libzmq answers every call with EINTR,
+    and pyzmq repeats such a call forever.
     """
     socket._shadow_sock = _NoEvents()
     socket._handle_events = lambda *_: None

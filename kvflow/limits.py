@@ -44,13 +44,13 @@ SEALS_MAX = 1 << 24
 SEAL_HOLD_S_MAX = 60.0
 WAIT_S_MAX = 3600.0
 PAYLOAD_BYTES_MAX = 1 << 16
-"""Maximum bytes of a payload (the bytes that `Lease.complete` passes to readers) in any version of the protocol. This
-version accepts only `GIVEN_PAYLOAD_BYTES_MAX`."""
+"""Maximum bytes of a payload (the bytes that `Lease.complete` passes to readers) that any version of the protocol can
+carry. `GIVEN_PAYLOAD_BYTES_MAX` is the smaller maximum that this version accepts."""
 GIVEN_PAYLOAD_BYTES_MAX = 1 << 12
 """Maximum bytes of a payload (`Lease.complete`) that this version accepts, from a local caller or from a peer."""
 QUESTION_WAIT_S = 10.0
-"""Maximum seconds for which a producer holds back its answer to a reader's question about a lease that does not change.
-Then the reader asks again."""
+"""Maximum seconds after which a producer answers a reader's question about a lease. If the lease has not changed by
+then, the producer answers that nothing is new, and the reader asks again."""
 
 SealCount: TypeAlias = Annotated[int, Meta(ge=1, le=SEALS_MAX)]
 SealHold: TypeAlias = Annotated[float, Meta(gt=0, le=SEAL_HOLD_S_MAX)]
@@ -104,9 +104,9 @@ class Limits:
     peers_max: Size = 1024
     """Maximum number of peers (remote ranks) to remember. Peers that have never answered are evicted first."""
     first_contacts_max: Size = 16
-    """Maximum number of peers without any answer yet that are contacted at the same time. Further new peers wait, and
-    the latest is contacted first. While they wait, a contacted peer that has not answered within a tenth of
-    Config.handshake_timeout_s is given up."""
+    """Maximum number of never-connected peers that are contacted at the same time. Further new peers wait; the peer
+    that began to wait last is contacted next. While any peer waits, a contacted peer that has not answered within a
+    tenth of Config.handshake_timeout_s is given up."""
     readers_max: Size = 1024
     """Maximum number of readers to remember. When this rank closes, it notifies them."""
     goodbye_timeout_s: Seconds = 1.0
@@ -126,7 +126,7 @@ class Limits:
     for a cache in host memory, 32 on CUDA."""
     peer_in_flight_bytes_max: ByDevice = 0
     """Maximum bytes in flight from one rank. 0: 20 MiB for a cache in host memory, 160 MiB on CUDA, which leaves room
-    for small reads beside full slices; or the bytes that the rank delivers in a millisecond, if they are more."""
+    for small reads beside full slices; but not less than what the rank delivers in a millisecond."""
     scratch_slot_bytes_max: Size = 32 * _MIB
     """Size of one scratch buffer, in bytes."""
     scratch_slots_max: Size = 3
