@@ -69,7 +69,7 @@ class Attempts:
         self._attempts: list[Attempt] = []
         self._begun_s = cache.clock.now_s()
         self._renewals = contextlib.ExitStack()
-        """Context managers that renew the leases of the waiting tickets; empty until the load takes long."""
+        """Context managers that renew the waiting tickets' leases; `_renew_waiting` adds them if the load takes long."""
         load.attempts = self._attempts
 
     async def perform(self) -> LoadReport:
@@ -173,7 +173,7 @@ class Attempts:
     async def _await_again(self, error: KVFlowError) -> None:
         """Await `LoadRequest.again`, and add the ticket that it returns to the waiting tickets.
 
-        If there is no `again`, if it was awaited often enough, or if it returns None, raise `error`.
+        If there is no `again`, if `again` was awaited `again_max` times already, or if it returns None, raise `error`.
         """
         request, cache, what = self._load.request, self._cache, f"request {self._load.request_id!r}"
         given = None

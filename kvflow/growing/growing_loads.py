@@ -62,10 +62,11 @@ class GrowingLoads:
         self.loads_begun = 0
 
     def ask_about_leases(self, load: Load, sources: Sequence[Source], matched: MatchedChunks) -> None:
-        """Begin to ask the ranks of `sources` for facts that seals do not have: more block ids, payload, a lease's end.
+        """Begin to ask the ranks of `sources` about what seals do not show: block ids, payload, end of the lease.
 
-        This sets `load.lease_questions`. `matched`: chunks of the load with positions in block tables (`Plan.matched`),
-        by which answers fill in block ids. Raise RuntimeUnavailable if the runtime is closed.
+        This sets `load.lease_questions`. `matched`: the load's chunks with positions in block tables in place of block
+        ids (`Plan.matched`); once an answer has the id at such a position, the id is written to the load's chunk. Raise
+        RuntimeUnavailable if the runtime is closed.
         """
         load.lease_questions = LeaseQuestions(load, sources, self.cache)
         for one in load.lease_questions.followed:
@@ -104,8 +105,8 @@ class GrowingLoads:
 class _GrowingRead:
     """One load's read of growing leases: decides when to read which spans, and when to fetch seals.
 
-    The first reads of loads differ in size; else all loads of leases that advance in step would read in the same turn
-    of the event loop.
+    Each load waits for another number of bytes before its first read. Otherwise loads of leases that grow at the same
+    pace would all read in the same turn of the event loop.
     """
 
     def __init__(
@@ -136,8 +137,8 @@ class _GrowingRead:
     async def copy_groups(self) -> AsyncGenerator[CopyGroup, None]:
         """Yield groups of reads while the prompt is being computed, each when enough tokens are readable.
 
-        If all tokens are readable before the first read, and can be read straight into the cache, the read is as from a
-        lease that does not grow. The iterator ends when all tokens are read, or when a lease has ended.
+        If all tokens are readable before the first read, and can be read straight into the cache, yield the same reads
+        as for a lease that does not grow. The iterator ends when all tokens are read, or when a lease has ended.
         """
         sources, load = self._load.sources, self._load
         queues = self._spans.span_queues(sources, load.tables)
@@ -181,16 +182,16 @@ class _GrowingRead:
         frontier.note_landed(one, now_s)
 
     def _readable_tokens(self, source: Source) -> int:
-        """Return how many of the prompt's first tokens are computed, in blocks of `source` with known ids."""
+        """Return how many of the prompt's first tokens `source` has computed into blocks with ids known to the load."""
         readable, followed = source.proof.readable_tokens(self._tokens), self._followed.get(source)
         return readable if followed is None else min(readable, followed.known_tokens)
 
     def _queues_to_read(self, queues: Sequence[SpanQueue], readable: Mapping[Source, int]) -> list[SpanQueue]:
-        """Return the span queues to read from now; none if too few bytes are readable.
+        """Return the span queues to read from now.
 
-        Queues that can be read to their end are always returned, the others if together they have enough readable
-        bytes. If none is returned, ask each rank to answer once enough tokens are computed. `readable`: number of
-        readable tokens by source.
+        Always return the queues that can be read to their end. Return the other queues only if their readable bytes,
+        summed over these queues, are worth a read. If no queue is returned, have each rank answer once enough tokens
+        are computed. `readable`: number of readable tokens by source.
         """
         due, rest, size_bytes = list[SpanQueue](), list[SpanQueue](), 0
         for queue in queues:
@@ -299,8 +300,9 @@ def _readable_in(queue: SpanQueue, readable: Mapping[Source, int]) -> int:
 class Frontier:
     """How far the tokens of a load have landed in all groups, and how far seals prove them.
 
-    A fetch of an open lease's seal proves the tokens with a last byte that landed before the fetch, or so shortly after
-    the fetch that the blocks were still held (`core.protocol.proof`).
+    A fetched seal of an open lease proves all tokens that landed before the fetch. The seal also proves tokens that
+    landed less than `quick_read_max_s` after the fetch: the lease's blocks were surely held for that time, even if the
+    lease ended right after the fetch (`core.protocol.proof`).
     """
 
     def __init__(
@@ -329,7 +331,7 @@ class Frontier:
         return self._landed_stop > self._on_answer
 
     def note_landed(self, span: PromptSpan, now_s: float) -> None:
-        """Record that `span` landed in the local blocks at time `now_s`. Call `report_proven` before and after that.
+        """Record that `span` landed in the local blocks at time `now_s`, and report the tokens that seals prove.
 
         Landing proves nothing: tokens are reported as the load's progress only once seals prove them.
         """

@@ -45,16 +45,17 @@ class FollowedLease:
     failed: str = ""
     """Reason, given by the rank, why the prompt could not be computed; else empty."""
     problem: KVFlowError | None = None
-    """Error of the rank, if block ids that the load still needs can therefore never be known; else None."""
+    """Error after which the rank gives no more answers, if the load still needs block ids from the rank; else None."""
     missing_max: int = -1
-    """The rank is asked to answer when at most this many tokens cannot be read yet; -1: only when the lease ends."""
+    """The rank is asked to answer as soon as at most this many tokens are missing; -1: only once the lease is complete
+    or has ended."""
     lowered: asyncio.Event = field(default_factory=asyncio.Event)
     """Event that is set when `missing_max` was lowered, so that the rank is asked again immediately."""
     ids_to_fill: list[tuple[BlockIds, BlockIds, BlockIds]] = field(default_factory=list)
-    """Arrays of remote block ids in the load's chunks, to be filled in when more ids become known.
+    """Tuples (array, positions, table), one for each array of remote block ids in the load's chunks.
 
-    In each tuple (array, positions, table), `table` is one of `tables`; once known, `table[positions[i]]` is written to
-    `array[i]`.
+    `table` is one of `tables`. When more ids of `table` are known, `table[positions[i]]` is written to `array[i]`, for
+    each i.
     """
     known_tokens: int = field(init=False)
     """Number of the prompt's first tokens for which the block ids of all groups are known."""

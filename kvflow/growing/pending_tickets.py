@@ -55,7 +55,7 @@ _RankOffer: TypeAlias = tuple[Address, messages.Offer, RankLease | None]
 
 
 class PendingTickets:
-    """Waits for the offers of pending tickets, and redirects to this engine readers that wait at another engine."""
+    """Waits for the offers of pending tickets. Makes readers that wait at another engine wait at this engine."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         self._cache = cache
@@ -96,11 +96,12 @@ class PendingTickets:
         on_lease: Callable[[Source, float], None],
         connected: Callable[[], None] | None = None,
     ) -> Ticket:
-        """Wait for the offers of a pending ticket, at most its `ttl_s`. Return an ordinary ticket with these offers.
+        """Wait for the offers of a pending ticket. Return an ordinary ticket with these offers.
 
-        `on_lease` is called once for each rank, when the rank has answered, with the rank's source and `ttl_s`.
-        `connected` is called for each rank once the rank is connected and only its offer is missing. Cancelling stops
-        the waiting; handshakes that have begun continue. Raise PrefillFailed if the engine declines the request, or
+        The waiting takes at most the `ttl_s` of the pending ticket. For each rank, `connected` is called when the rank
+        is connected, before the rank's offer is awaited; `on_lease` is called when the rank has offered a lease, with
+        the rank's source and the `ttl_s` of the offer. Cancelling stops the waiting; handshakes that have begun
+        continue. Raise PrefillFailed if the engine declines the request, or
         opens no lease in time; LeaseExpired if the lease has ended already, or a rank has restarted; a PeerError, such
         as PeerNotReady if the engine drains; RequestError if the ticket or the offer is invalid.
         """

@@ -44,7 +44,7 @@ def begin(cache: RegisteredCache) -> BufferedLoads:
 
 
 class BufferedLoads:
-    """Fills blocks of one registered cache through buffers. As a `SpanPlanner`, also plans loads of growing leases."""
+    """Fills blocks of one registered cache through buffers. Also plans the spans of growing leases (`SpanPlanner`)."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         config, limits = cache.config, cache.config.limits
@@ -109,7 +109,10 @@ class BufferedLoads:
         return whole.block_bytes if pays else 0
 
     def _permutation(self, block_map: BlockMap) -> Permutation:
-        """Return the `Permutation` that copies a peer's blocks from scratch memory. Make one for each `block_map`."""
+        """Return the `Permutation` that copies a peer's blocks from scratch memory.
+
+        The first call with a `block_map` makes the `Permutation`; later calls return the same one.
+        """
         if block_map not in self._permutations:
             whole = WholeBlocks(
                 block_map.remote_whole, block_map.heads, [theirs for _, theirs in block_map.layer_pairs]
@@ -122,16 +125,19 @@ class BufferedLoads:
     async def _copy_groups(
         self, parts: Sequence[SourcePart], tables: Sequence[BlockIds], seal_piece_of: SealPieceOf
     ) -> AsyncGenerator[CopyGroup, None]:
-        """Yield a copy group for each span of a load, in prompt order. Before each, wait for the group's buffers."""
+        """Yield a `CopyGroup`, the reads and the copy of one span, for each span of a load, in prompt order.
+
+        A span is a run of consecutive local blocks. Before a `CopyGroup` is yielded, wait for the buffers of its span.
+        """
         queues = [self._span_queue(some, at, tables[at]) for at, some in parts_by_group(parts)]
         for one in heapq.merge(*(queue.take_rest() for queue in queues), key=STOP_TOKEN):
             yield await self.copy_group(one, seal_piece_of)
 
     def span_queues(self, sources: Sequence[Source], tables: Sequence[BlockIds]) -> list[SpanQueue]:
-        """Return the queues of spans to read from `sources` into `tables`, the local block ids by group.
+        """Return the queues of spans (runs of consecutive local blocks) to read from `sources`.
 
-        With host staging there is one queue for each local group of layers, else one for each pair of a group and a
-        rank.
+        `tables`: the local block ids to read into, by index of the local group of layers. With host staging there is
+        one queue for each group of layers, else one queue for each pair of a group of layers and a rank.
         """
         queues = []
         for at, of_group in parts_by_group(self._parts(sources)):
@@ -140,15 +146,15 @@ class BufferedLoads:
         return queues
 
     def _span_queue(self, parts: Sequence[SourcePart], at: int, local_ids: BlockIds) -> SpanQueue:
-        """Return the span queue of the local group with index `at`, to read its blocks `local_ids`."""
+        """Return the queue of the spans that fill the blocks `local_ids` of the local group of layers at index `at`."""
         staging = self._staging[at] if self._staging else None
         return SpanQueue(parts, staging, local_ids, self._config.limits.slice_bytes_max, self._scratch.slot_bytes)
 
     async def copy_group(self, span: PromptSpan, seal_piece_of: SealPieceOf | None = None) -> CopyGroup:
-        """Wait for the buffers that `span` needs, take them, and return the span's reads and copy as a copy group.
+        """Wait for the buffers that `span` needs, and take them. Return the `CopyGroup` of `span`: reads, then a copy.
 
-        If cancelled, give back the buffers. With `seal_piece_of`, the first direct read from a rank also fetches the
-        rank's seal.
+        If cancelled, give back the buffers. `seal_piece_of`: function that returns where to read a rank's seal. If
+        the function is given, the first read from each rank straight into the cache also fetches the rank's seal.
         """
         parts, staging = span.queue.parts, span.queue.staging
         jobs: list[Callable[[], None]] = []

@@ -39,10 +39,13 @@ View: TypeAlias = Any
 """View of the memory of a cache or buffer: a tensor or, for CPU memory, a numpy array. A view is made once per cache.
 """
 Copy: TypeAlias = Callable[[View, View], None]
-"""Function `copy(source, target)` that copies fixed ids between two views of a region."""
+"""Function `copy(source, target)` that copies blocks or chunks of one region from view `source` to view `target`. The
+ids of the blocks or chunks were fixed when the function was made.
+"""
 CopyMaker: TypeAlias = "Callable[[Ids, Ids], Copy]"
-"""Function that takes two arrays of ids, and returns a `Copy` for all regions. The ids are source and target blocks for
-`copy_blocks`, target blocks and chunks within these for `scatter_tokens`.
+"""Function that takes two arrays of ids, and returns a `Copy` for all regions. For `copy_blocks` the two arrays are the
+source block ids and the target block ids. For `scatter_tokens` they are the target block ids and, for each of these,
+the index of the target chunk in the block.
 """
 
 
@@ -324,10 +327,11 @@ def chunk_targets(
 def chunk_sources(
     scratch: Tensor, *, rows: int, chunks: int, tokens: int, heads: int, run_bytes: int, memory_order: str
 ) -> Tensor:
-    """Return a view of a scratch buffer with the axes row, chunk, token, head and byte. Chunks are dense.
+    """Return a view of a scratch buffer with the axes row, chunk, token, head and byte.
 
-    A row holds the chunks of one region. `tokens`, `heads`: sizes of a chunk as it was read; the caller may slice these
-    axes. `run_bytes`: size of one head of one token. `memory_order`: the peer's, "NHD" or "HND".
+    Row k holds `chunks` chunks of the k-th region, without gaps. A chunk is what was read of one remote block in one
+    region: `tokens` tokens of `heads` heads; a caller that needs fewer slices the view. `run_bytes`: size of one
+    head of one token. `memory_order`: the peer's, "NHD" or "HND".
     """
     inner = (tokens, heads) if memory_order == "NHD" else (heads, tokens)
     size_bytes = rows * chunks * tokens * heads * run_bytes
@@ -340,9 +344,10 @@ def scatter_tokens(
 ) -> None:
     """Write chunks of tokens into local blocks: the chunks of `sources[k]` into the blocks of `targets[k]`, for each k.
 
-    Chunk i goes to chunk `chunk_indices[i]` of block `block_ids[i]`; no two chunks have the same target. Targets come
-    from `chunk_targets`. Sources are on the same device and have the axes (..., token, head, byte), with as many
-    leading axes as each array of ids. A source with fewer tokens than a chunk fills the chunk's first tokens.
+    Chunk i goes to chunk `chunk_indices[i]` of block `block_ids[i]`; no two chunks have the same target. The two arrays
+    have the same shape; with several axes, i is one index for each axis. Sources have these axes, followed by the axes
+    token, head and byte. Targets come from `chunk_targets`; sources are on the device of the targets. A source with
+    fewer tokens than a chunk fills the chunk's first tokens.
     `make_copy` is `scatter_on_host` or, inside `CacheDevice.copying`, the result of `scatter_on_device`.
     """
     _check_ids(block_ids, targets[0].shape[0])

@@ -61,9 +61,9 @@ class Scratch:
             self._buffers[number] = await self._make_buffer()
 
     async def take(self) -> tuple[BlockIds, torch.Tensor]:
-        """Wait for a free buffer. Return an array with the buffer's number, to give back to `pool`, and the buffer.
+        """Wait for a free buffer, and take it. Return (array with the buffer's number, buffer).
 
-        Raise TransportError if the buffer cannot be allocated or registered.
+        After use, give the array back to `pool`. Raise TransportError if the buffer cannot be allocated or registered.
         """
         numbers = await self.pool.take(1)
         number = int(numbers[0])
@@ -165,7 +165,7 @@ class Permutation:
                 scatter_tokens(self._targets, self._split(some), ids, parts, self._make_copy)
 
     def _stretches(self, chunks: Chunks, starts: BlockIds) -> Iterator[tuple[slice, slice, slice]]:
-        """Cut the blocks in scratch memory into stretches of blocks from which the same chunks are needed.
+        """Cut the blocks in scratch memory into stretches: runs of blocks in which the same chunk positions are needed.
 
         Yield three slices for each stretch: of the blocks, of the chunks within each block, and of `chunks`. Only the
         first and the last block may be needed in part, so there are few stretches.
@@ -179,9 +179,10 @@ class Permutation:
             yield slice(begin, end), slice(part, part + count), slice(first, first + count * (end - begin))
 
     def _split(self, sources: View) -> Sequence[View]:
-        """Return one source view for each target view. `sources` has one entry for each region of the peer.
+        """Return one source view for each target view. `sources` has one view for each region of the peer.
 
-        If the peer stores K and V in one tensor and this cache does not, split each region: half of each head is K.
+        If the peer stores K and V in one region and this cache does not, split each view of `sources` into two views:
+        one of K, the first half of each head, and one of V, the second half.
         """
         found = list(sources)
         if self._halve:

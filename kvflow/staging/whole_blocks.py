@@ -103,9 +103,9 @@ def prefer_scratch(
 ) -> bool:
     """Return whether reading whole remote blocks and permuting them is faster than reading every piece.
 
-    `chunks`: number of chunks (tokens of one block on the side with the smaller blocks) to copy from scratch memory.
-    `blocks`: number of whole remote blocks to read. `batches`: number of scratch buffers to fill and copy. `near`: True
-    if the peer is on this host.
+    `chunks`: number of chunks to copy from scratch memory; a chunk has as many tokens as the smaller of a local and a
+    remote block. `blocks`: number of whole remote blocks to read. `batches`: number of scratch buffers to fill and
+    copy. `near`: True if the peer is on this host.
     """
     costs = COSTS.get((block_map.local.device.kind, near), COSTS["cpu", near])
     groups = block_map.region_maps(block_map.chunk_tokens)

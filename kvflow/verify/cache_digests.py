@@ -42,7 +42,11 @@ _DIRECT_BYTES_MIN = 1 << 18  # blocks of this size are hashed in place, smaller 
 
 
 class Undigestible(Exception):
-    """Raised if neither numpy nor torch can read the memory, or for single heads of blocks that are moved whole."""
+    """Raised if digests cannot be computed.
+
+    Neither numpy nor torch can read the memory, or the digest of single heads is requested of blocks that can only be
+    digested whole, because their format is opaque.
+    """
 
 
 class DigestSpec(NamedTuple):
@@ -175,8 +179,9 @@ class _DigestedSet:
     def _steps(self, asked: DigestSpec, step: int) -> Iterator[tuple[BlockIds, UInt64Array]]:
         """Yield (block ids, weights) for at most `step` blocks of `asked` at a time.
 
-        `weights` has the factor by which the digest multiplies the hash of each token of these blocks, or of each block
-        if heads or blocks are hashed whole; 0 for tokens that `asked` leaves out.
+        `weights`: factors by which the digest multiplies hashes. In a plain format there is one factor for each token
+        of these blocks, which is 0 for a token that `asked` leaves out. In an opaque format there is one factor for
+        each block.
         """
         size, start, stop = asked.block_size, asked.tokens.start, asked.tokens.stop
         first_block = -(-stop // size) - len(asked.block_ids)

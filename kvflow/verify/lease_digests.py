@@ -15,7 +15,7 @@ from kvflow.verify.digests import DIGEST_VERSION
 
 
 def digest_specs_of(local: LocalRank, question: messages.DigestRequest, found: OpenLease) -> list[DigestSpec]:
-    """Return the layers, heads and blocks to digest for a reader's request, one DigestSpec for each part.
+    """Return the layers, heads and blocks to digest for a reader's request: one DigestSpec for each DigestPart.
 
     `found`: the open lease that the request names. Raise WireError if the digest version differs, if the request is too
     large, or if this rank or the lease does not have the requested bytes.
@@ -59,9 +59,9 @@ def digest_spec_of(local: LocalRank, part: messages.DigestPart, block_ids: Block
 
 
 def _share_of(local: LocalRank, part: messages.DigestPart) -> tuple[int, CacheShare]:
-    """Return (index, cache share) of the layer set of `local` that has all layers of `part`.
+    """Return (index, CacheShare) of the layer set of `local` that has all layers of `part`.
 
-    If none has, raise WireError.
+    The CacheShare says which layers and heads this rank holds. If no layer set has all the layers, raise WireError.
     """
     layers = set(part.layers)
     for at, share in enumerate(local.cache_shares):

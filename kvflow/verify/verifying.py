@@ -213,8 +213,8 @@ class LoadVerifier:
     def _note_unverified(self, load: Load, problem: NotCompared) -> None:
         """Record that the digests of a load could not be compared, because of `problem`.
 
-        Raise an error if the request has `verify=True`, and ChecksumMismatch if the digests differed after a first
-        read.
+        If the load was read twice, and the digests differed after the first read, raise ChecksumMismatch. Else, if the
+        request has `verify=True`, raise another error.
         """
         if load.verification is Verification.MISMATCH:
             why = f"the bytes differ from the producer's, and could not be compared after the second read: {problem}"
@@ -286,13 +286,18 @@ def _part_of(local: LocalRank, source: Source, block_map: BlockMap, chunks: Sequ
 
 
 def _producer_share(source: Source, mine: CacheShare, layers: Sequence[int]) -> CacheShare:
-    """Return the cache share of the producer's rank that has all of `layers`. `mine`: the reader's cache share."""
+    """Return the CacheShare (layers and heads that a rank holds) of the producer's rank that has all of `layers`.
+
+    `mine`: the reader's CacheShare with these layers.
+    """
     shares = source.connection.cache_shares
     return next(one for one in shares if one.part == mine.part and set(layers) <= set(one.layers))
 
 
 def _difference(source: Source, parts: Sequence[PartToCompare], ours: Sequence[int], theirs: Sequence[int]) -> str:
-    """Return the number of layers with different digests and both digests of the first, as a text; "" if none differ.
+    """Return a text with the number of layers that differ, and the reader's and the producer's digest of the first one.
+
+    Return "" if no digests differ.
 
     `ours`, `theirs`: digests of the reader and of the producer, one for each layer of each of `parts`.
     """
