@@ -226,7 +226,7 @@ class RequestError(InvalidInput):
     """
 
     def of_request(self, request_id: str, engine_id: str) -> Self:
-        """Return this error if its message names the request or a ticket's field, else a copy that names the request."""
+        """Return this error if its message names the request or a ticket's field; else a copy naming the request."""
         what = f"request {request_id!r}"
         names_it = str(self).startswith((what, "ticket: "))
         return self if names_it else self._with_message(f"{what} from {engine_id!r}: {self}")

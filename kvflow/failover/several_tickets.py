@@ -69,7 +69,7 @@ class Attempts:
         self._attempts: list[Attempt] = []
         self._begun_s = cache.clock.now_s()
         self._renewals = contextlib.ExitStack()
-        """Context managers that renew the waiting tickets' leases; `_renew_waiting` adds them if the load takes long."""
+        """Context managers that renew waiting tickets' leases; `_renew_waiting` adds them if the load takes long."""
         load.attempts = self._attempts
 
     async def perform(self) -> LoadReport:

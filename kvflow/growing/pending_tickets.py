@@ -101,9 +101,9 @@ class PendingTickets:
         The waiting takes at most the `ttl_s` of the pending ticket. For each rank, `connected` is called when the rank
         is connected, before the rank's offer is awaited; `on_lease` is called when the rank has offered a lease, with
         the rank's source and the `ttl_s` of the offer. Cancelling stops the waiting; handshakes that have begun
-        continue. Raise PrefillFailed if the engine declines the request, or
-        opens no lease in time; LeaseExpired if the lease has ended already, or a rank has restarted; a PeerError, such
-        as PeerNotReady if the engine drains; RequestError if the ticket or the offer is invalid.
+        continue. Raise PrefillFailed if the engine declines the request, or opens no lease in time; LeaseExpired if the
+        lease has ended already, or a rank has restarted; a PeerError, such as PeerNotReady if the engine drains;
+        RequestError if the ticket or the offer is invalid.
         """
         give_up_s = asyncio.get_running_loop().time() + ticket.ttl_s
         redirects: list[tuple[Address, bytes]] = []
