@@ -60,8 +60,8 @@ Incarnation: TypeAlias = Annotated[str, Meta(max_length=INCARNATION_CHARS_MAX, p
 PromptDigest: TypeAlias = Annotated[
     str, Meta(max_length=32 + 8 * 34, pattern=r"\A(?:[0-9a-f]{32}(?::[a-z_]{1,16}=[0-9a-f]{16}){0,8})?\Z")
 ]
-"""Digest of a prompt's tokens, and of its adapter, pictures and salt, if any (`core.protocol.prompts`); "" if the
-producer gives none."""
+"""Digest of a prompt's tokens and, if it has them, of its adapter, pictures and salt (`core.protocol.prompts`). "" if
+the producer gives no digest."""
 LeaseId: TypeAlias = Annotated[str, Meta(max_length=LEASE_ID_CHARS)]
 """Lease id as readers send it. Any text is accepted, since an unknown id matches no lease."""
 TicketLeaseId: TypeAlias = Annotated[

@@ -105,10 +105,10 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def tokens_held(groups: Sequence[GroupFacts], known: Sequence[int], counts: Sequence[int], num_tokens: int) -> int:
-    """Return how many of the prompt's first tokens all groups hold (a minimum), if group i has only its first
-    `known[i]` blocks.
+    """Return how far the blocks of every group reach, in tokens from the prompt's start: the minimum over the groups.
 
-    `counts`: number of blocks of each group once all `num_tokens` tokens of the prompt are computed.
+    Group i has only the first `known[i]` of its `counts[i]` blocks. `counts`: number of blocks of each group once all
+    `num_tokens` tokens of the prompt are computed.
     """
     tokens = num_tokens
     for group, have, count in zip(groups, known, counts, strict=True):
@@ -119,9 +119,9 @@ def tokens_held(groups: Sequence[GroupFacts], known: Sequence[int], counts: Sequ
 
 
 class LayerSet(NamedTuple):
-    """The layers of one group that have the same layout. For state per request: one segment of the layers' tensors.
+    """Layers of one group that have the same layout. They are registered, compared with a peer's, and planned together.
 
-    A set is registered, compared with a peer's sets, and planned as a unit.
+    In a group with state per request each set has all layers, and one segment (`state.Segment`) of their tensors.
     """
 
     group: int
@@ -181,8 +181,8 @@ class CacheGroup:
     num_kv_heads: int | None = None
     """Number of KV heads that the whole model has in these layers; None: `Config.num_kv_heads`."""
     split: int = 1
-    """Number of consecutive blocks of this group in one block of the pool; above 1 if the engine's kernels use smaller
-    blocks than its allocator."""
+    """Number of consecutive blocks of this group that make up one block of the engine's allocator; above 1 if the
+    engine's kernels use smaller blocks than the allocator."""
 
     def __post_init__(self) -> None:
         set_field = partial(object.__setattr__, self)
@@ -348,9 +348,9 @@ def _check_unique(values: Sequence[object], what: str) -> None:
 def check_sets_disjoint(sets: Sequence[tuple[CacheGroup, Regions]]) -> None:
     """Raise LayoutError if a load into one set of layers could write into the memory of another set.
 
-    `sets`: (group of the layers, regions of the layers) of each set. Sets of one group may interleave in memory if each
-    byte within a block of the pool belongs to one set. Groups of one pool may use the same bytes, since a block belongs
-    to one group at a time. Groups of different pools must not overlap.
+    `sets`: (group of the layers, regions of the layers) of each set. Two sets of one group may lie side by side in each
+    block of the pool, but share no byte. Sets of two groups with one pool may share bytes, since a block belongs to one
+    group at a time. Sets of different pools must not even interleave.
     """
     for (ours, regions), (theirs, others) in itertools.combinations(sets, 2):
         for at, where in zip(*np.nonzero(_overlap(_extents(regions), _extents(others))), strict=True):

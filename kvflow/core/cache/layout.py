@@ -107,7 +107,7 @@ class CacheLayout:
     num_kv_heads: Size
     """KV heads of this rank; 1 for MLA."""
     head_size: Size
-    """Size of the last axis: elements of a head, of K and V of a head together (FUSED), or of a latent vector (MLA)."""
+    """Number of elements on the last axis: of one head; of one head's K and V (FUSED); of one latent vector (MLA)."""
 
     def __post_init__(self) -> None:
         checks.normalize_fields(self, LayoutError)
@@ -167,9 +167,10 @@ class CacheLayout:
             style: how layers hold K and V. Needed only for tensors of 5 axes if the first two axes both have size 2.
             layer_indices: index of each layer in the model. By default the number in the layer's name
                 ("model.layers.12.self_attn"). If a name has no number or several, or two numbers are equal, the default
-                is the layers' positions. Layers of a draft model, recognized by "draft", "eagle", "mtp", "nextn" or
-                "speculat..." in their names, count from 16384 on; the other side of a load may lack them.
-            kv_format: name of the meaning of the bytes, if they are not plain values of the dtype.
+                is each layer's position, from 0. Layers of a draft model, recognized by "draft", "eagle", "mtp",
+                "nextn" or "speculat..." in their names, get default indices from 16384 on in the same way; the other
+                side of a load may lack these layers.
+            kv_format: name of the format of the bytes, if they are not plain values of the dtype.
 
         Returns:
             A layout for `Runtime.register_kv_caches`.
@@ -237,9 +238,10 @@ class BlockShape(NamedTuple):
 
 
 def has_separate_heads(kv_format: str, block: BlockShape) -> bool:
-    """Return True if blocks can be read head by head although their bytes are not plain values.
+    """Return True if `kv_format` is a format, other than "plain", in which heads of a block can be read one by one.
 
-    Each head of a block must be contiguous and, in `kv_format`, mean the same without the other heads.
+    In such a format the bytes of a head do not depend on the other heads. In `block` the bytes of each head must also
+    be contiguous.
     """
     tokens_in_line = block.tokens == 1 or block.token_stride == block.run
     heads_in_line = block.heads == 1 or block.head_stride == block.tokens * block.run

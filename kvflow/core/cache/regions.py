@@ -40,7 +40,7 @@ class Regions:
     strides: UInt64Array
     block: BlockShape
     parts: tuple[str, ...]
-    """Names of the regions of each layer: ("K", "V"), ("KV",) if fused, ("latent",), or names of rows (`StatePart`)."""
+    """Names of the regions of each layer: ("K", "V"), ("KV",) if fused, ("latent",), or for state `StatePart.parts`."""
     num_blocks: int
     device: Device
 
@@ -69,7 +69,7 @@ class Regions:
 
     @property
     def distinct_layers(self) -> tuple[int, ...]:
-        """Positions, from 0, of the layers that do not share all their regions with an earlier layer."""
+        """Positions, from 0, of the layers. A layer with exactly the same regions as an earlier layer is left out."""
         parts, first_of = len(self.parts), self.first_at_address
         found: dict[tuple[int, ...], int] = {}
         for layer in range(len(self) // parts):
@@ -86,7 +86,7 @@ class Span:
 
 
 def map_regions(layout: CacheLayout, kv_caches: KVCaches) -> Regions:
-    """Return the memory regions of `kv_caches`, tensors by layer name, which `layout` describes.
+    """Return the memory regions of the tensors in `kv_caches`, a dict by layer name. `layout` describes the tensors.
 
     Raises:
         LayoutError: the tensors do not match `layout`, the bytes of a block are not dense, or regions overlap.
@@ -115,8 +115,8 @@ def map_regions(layout: CacheLayout, kv_caches: KVCaches) -> Regions:
 def _check_owners(regions: Regions, layout: CacheLayout) -> None:
     """Raise LayoutError if a layer of a draft model comes before a layer of the main model that has the same memory.
 
-    A load reads memory that layers share for the first of these layers only, and the other side may lack layers of a
-    draft model.
+    If layers share memory, a load reads this memory once, for the first of these layers. If that layer is a draft
+    model's, the other side may lack it, and the main model's layer would not be read.
     """
     parts, indices = len(regions.parts), layout.layer_indices
     for at, first in enumerate(regions.first_at_address):

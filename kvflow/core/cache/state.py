@@ -130,13 +130,13 @@ class StateLayout:
                 have tensors of the same shapes.
             tensors: descriptions of a layer's tensors, in order.
             layer_indices: index of each layer in the model. By default the number in the layer's name. If a name has no
-                number or several, or two numbers are equal, the default is the layers' positions.
+                number or several, or two numbers are equal, the default is each layer's position, from 0.
 
         Returns:
             A layout for a `CacheGroup`.
 
         Raises:
-            LayoutError: the tensors do not match `tensors` or each other.
+            LayoutError: the tensors in `caches` do not match the descriptions in `tensors`, or layers differ.
         """
         layers = checked_caches(caches)
         described: tuple[StateTensor, ...] = checks.checked(tensors, "tensors", StateTensors, LayoutError)
@@ -224,17 +224,18 @@ class StatePart:
 
     @property
     def rows(self) -> int:
-        """Number of rows, each a region, in one slot: the product of the sizes of the axes before the sliced axis."""
+        """Number of regions of a layer: one per row, a combination of indices on the axes before the sliced axis."""
         return math.prod(self.layout.shapes[self.at][: self.layout.tensors[self.at].axis])
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of a layer's memory regions, in order: one for each row of its state tensor, such as "conv.x.0"."""
+        """Names of a layer's regions, one per row (`rows`): this part's name and the row's index, such as
+        "conv.x.0"."""
         return tuple(f"{self.name}.{row}" for row in range(self.rows))
 
     @property
     def block_shape(self) -> BlockShape:
-        """Shape of the segment in one row of a slot, as a block of one token with the units as contiguous heads."""
+        """Shape of a block in one region, for the planner: one token, with the segment's units as contiguous heads."""
         shape, axis = self.layout.shapes[self.at], self.layout.tensors[self.at].axis
         inner = math.prod(shape[axis + 1 :]) * self.layout.itemsizes[self.at]
         run = self.segment.size // self.segment.units * inner
@@ -270,9 +271,11 @@ def state_parts(layout: StateLayout, tp_size: int) -> tuple[StatePart, ...]:
 
 
 def _unsliced_segment(shape: tuple[int, ...], axis: int, tp_size: int) -> Segment:
-    """Return the segment of a tensor that is not sliced: the whole axis as one unit, which differs from rank to rank.
+    """Return a segment that covers the whole axis of a tensor that is not sliced.
 
-    `shape`: shape of one slot. `axis`: index of the axis in `shape`.
+    The segment has one unit, and each of the engine's `tp_size` ranks counts as the holder of a different unit. So a
+    rank reads the tensor only from the rank with the same index, in an engine of the same size. `shape`: shape of one
+    slot. `axis`: index of the axis in `shape`.
     """
     return Segment(name="all", size=shape[axis], units=1, model_units=tp_size)
 

@@ -21,8 +21,8 @@ LAYERS_MAX = 1 << 15
 FIRST_DRAFT_LAYER = LAYERS_MAX // 2
 """Lowest index of a layer of a draft model. One side of a load may lack layers with this or a higher index."""
 NAMED_LAYERS_MAX = 1 << 10
-"""Upper bound (exclusive) of the layer numbers in vLLM's layer names. If several layers have the same number, such as
-an attention and its indexer, the nth of them (from 0) gets the index number + n * NAMED_LAYERS_MAX."""
+"""Upper bound (exclusive) of the layer numbers in vLLM's layer names. If several layers have the same number m, such as
+an attention and its indexer, the nth of these layers (from 0) gets the index m + n * NAMED_LAYERS_MAX."""
 NAME_CHARS_MAX = 1024
 
 

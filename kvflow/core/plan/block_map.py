@@ -31,7 +31,7 @@ class RegionMap:
     """Pairs of a local and a remote region, and the pieces of a chunk to read in each pair. Sizes and offsets in bytes.
 
     A chunk is as many tokens as a block has on the side with the smaller blocks; a piece is one contiguous read. All
-    local regions have the same block stride, and so have all remote regions.
+    local regions have one block stride (`local_stride`), and all remote regions have one (`remote_stride`).
 
     In block b of region pair r, piece p of chunk s is read from
     `remote_bases[r] + b * remote_stride + s * remote_step + remote_offsets[p]`, and lands at the address computed in
@@ -51,7 +51,7 @@ class RegionMap:
     local_device: Device
     remote_device: Device
     tokens: int = 0
-    """Number of tokens to read from each chunk's start (the tokens of a block on the side with the smaller blocks)."""
+    """Number of tokens to read from the start of each chunk: all its tokens, or fewer if the chunk is partly filled."""
     full_chunks: bool = False
     """True if `tokens` are all tokens of a chunk; False for a partly filled last chunk."""
     pieces: int = field(init=False)
@@ -72,7 +72,7 @@ class RegionMap:
     def rows(self) -> Int64Array:
         """Return (address, size, device index) of each piece of chunk 0 of block 0, as in `Descriptors.table`.
 
-        The array has the shape (2: local and remote, region pairs, 1, pieces in a pair, 3).
+        Axes of the array: side (local, remote), region pair, chunk (one entry), piece in the pair, the three numbers.
         """
         rows = np.empty((2, len(self.local_bases), 1, len(self.local_offsets), 3), dtype=np.int64)
         rows[0, :, 0, :, 0] = self.local_bases[:, None] + self.local_offsets
@@ -124,9 +124,9 @@ class BlockMap:
             for index, layer in enumerate(local_layers)
             if layer in positions and index in wanted
         )
-        """(position in `local_layers`, position in `remote_layers`) of each layer to read, in local order; possibly
-        none. If local layers share a tensor, only the first layer is read, from the peer that has that layer.
-        """
+        """(position in `local_layers`, position in `remote_layers`) of each layer to read from this peer, in local
+        order; () if there is no such layer. If local layers have the same regions, only the first of these layers is
+        read."""
         self.opaque = opaque
         self.heads = heads
         self.local, self.remote = ours, theirs
@@ -182,9 +182,9 @@ def _same_parts(local: Regions, remote: Regions) -> tuple[Regions, Regions]:
 
 
 def split_fused(regions: Regions) -> Regions:
-    """Split each region of fused K and V into K and V, with one half of every head each.
+    """Split each region of fused K and V into a region with the K half and a region with the V half of every head.
 
-    Return other regions unchanged.
+    Return `regions` unchanged if K and V are not fused.
     """
     if regions.parts != ("KV",):
         return regions
@@ -208,7 +208,7 @@ def regions_of(layers: Sequence[int], parts: int) -> Int64Array:
 
 
 def _rows(local: Regions, remote: Regions, heads: HeadSource, places: Sequence[tuple[int, int]]) -> Int64Array:
-    """Return an array with a column (local base, local stride, remote base, remote stride) for each region pair.
+    """Return an array of 4 rows: local base, local stride, remote base, remote stride. Each column is a region pair.
 
     `places`: (local position, remote position) of each layer to read. A base is the address of the first head to read.
     Columns are ordered by local address. If layers share a local region, only the first layer has a column for it.
@@ -230,8 +230,8 @@ def _pieces(ours: BlockShape, theirs: BlockShape, tokens: int, heads: int) -> tu
     """Split `tokens` tokens of `heads` heads into pieces that are contiguous in a local and in a remote block.
 
     `ours`, `theirs`: shape of a local and of a remote block. Return the pieces' local offsets, remote offsets, and
-    common size, in bytes. The smallest piece is one head of one token; a piece grows by a whole axis (tokens or heads)
-    if that is contiguous with the piece on both sides.
+    common size, in bytes. A piece is one head of one token or, where these are contiguous in both blocks, all tokens of
+    a head, all heads of a token, or everything.
     """
     size = ours.run
     axes = [(tokens, ours.token_stride, theirs.token_stride), (heads, ours.head_stride, theirs.head_stride)]
@@ -248,12 +248,12 @@ def _pieces(ours: BlockShape, theirs: BlockShape, tokens: int, heads: int) -> tu
 
 
 def _fuse(rows: Int64Array, size: int) -> tuple[Int64Array, Int64Array]:
-    """Join region pairs that are neighbours in every block on both sides.
+    """Join region pairs that follow each other without a gap in every block, on both sides.
 
-    `rows`: the result of `_rows`, if each region pair has one piece of `size` bytes per block. Return the rows of the
-    joined pairs, and the bytes per block of each. A joined pair never crosses a registered span: its bytes in a block
-    are at most the block stride, so its regions overlap in memory, and `regions.map_spans` registers overlapping memory
-    as one span.
+    `rows`: the result of `_rows`. Each region pair must have one piece, of `size` bytes, per block. Return the rows of
+    the joined pairs, and the bytes per block of each. The regions of a joined pair are always in one registered span:
+    they fit together into one block stride, so they interleave block by block, and `regions.map_spans` makes one span
+    of memory that overlaps.
     """
     fused: list[list[int]] = []
     for pair in rows.T.tolist():

@@ -35,7 +35,8 @@ FEW_BLOCKS = 1 << 5
 class Descriptors:
     """Reads to post: for each i, `sizes[i]` bytes from address `remote[i]` on the peer to local address `local[i]`.
 
-    Treat as immutable: a frozen dataclass takes three times as long to make, and each slice makes one.
+    Treat as immutable. The class is not frozen, because each slice creates a `Descriptors`, and a frozen dataclass
+    takes three times as long to create.
     """
 
     table: UInt64Array
@@ -126,7 +127,7 @@ def _check_many_ids(block_ids: Sequence[int], num_blocks: int, what: str) -> Blo
 
 
 def given_block_ids(tables: Sequence[Sequence[int]]) -> Sequence[int] | Sequence[Sequence[int]]:
-    """Return `tables`, a block table for each group, as a request's `block_ids`; for one group that is its table."""
+    """Return a request's `block_ids`: `tables`, a block table per group, or only `tables[0]` if there is one group."""
     return tables[0] if len(tables) == 1 else tables
 
 
@@ -155,8 +156,8 @@ class Chunks:
     local_parts: Int64Array | None
     """Index of each chunk within its local block; None if a local block is a single chunk."""
     remote_ids: BlockIds
-    """Remote block of each chunk. `match_chunks` sets positions among the offered blocks, which are the same for all
-    ranks of the producer; `locate` replaces them by the block ids of one rank."""
+    """Remote block of each chunk. In the result of `match_chunks`: the block's position among the offered blocks, from
+    0, the same for all ranks of the producer. In the result of `locate`: the block id on one rank."""
     remote_parts: Int64Array | None
     """Index of each chunk within its remote block; None if a remote block is a single chunk."""
     tokens: int
@@ -258,8 +259,8 @@ def match_chunks(
 def plan_read(groups: Sequence[RegionMap], chunks: Chunks, head: Piece | None = None) -> Descriptors:
     """Return the descriptors that read `chunks` from one peer.
 
-    `groups`: the peer's region maps, each for some region pairs. `head`: a further read, for example of a seal, which
-    comes first.
+    `groups`: region maps from `BlockMap.region_maps`. `head`: another read to put before the others, for example of a
+    seal.
     """
     plan = _plan_region_map(groups[0], chunks, head)
     for pairs in groups[1:]:
@@ -351,10 +352,10 @@ def match_few(
 
 
 def read_few(pairs: RegionMap | None, blocks: Sequence[tuple[int, int]], head: Piece | None) -> Descriptors:
-    """Return descriptors that read `blocks`, pairs of (remote block id, local block id), in every region pair.
+    """Return descriptors that read `blocks`: (remote block id, local block id) of each block, from `match_few`.
 
-    `pairs`: the result of `small_load_map`, not None. `head`: a further read, for example of a seal, which comes first.
-    Blocks that are neighbours on both sides become one read.
+    `pairs`: the region map from `small_load_map`, not None. Each of its region pairs is read. `head`: another read to
+    put before the others, for example of a seal. Blocks that are neighbours on both sides become one read.
     """
     assert pairs is not None, "only for blocks that small_load_map accepts"
     assert pairs.first_rows is not None, "so these are kept"

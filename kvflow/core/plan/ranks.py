@@ -14,7 +14,7 @@ from kvflow.core.plan.topology import CacheShare, Parallelism, Rank, differences
 class RankPlan(NamedTuple):
     """Result of `plan_ranks`: the producer's ranks that a load has to reach, or why no load is possible.
 
-    At most one of the three fields is not empty.
+    Two of the three fields, or all three, are empty.
     """
 
     impossible: str
@@ -30,9 +30,10 @@ def plan_ranks(ours: Sequence[CacheShare], parallelism: Parallelism, dp_rank: in
 
     `ours`: cache shares of the local rank. `parallelism`: that of the producer's engine, from a ticket. A load that has
     to reach more than `ranks_max` ranks is `impossible`; ranks are counted before they are listed, because a forged
-    ticket can claim a million ranks. A ticket does not say which layers are of which kind. So each kind of local layers
-    is paired with each kind of remote layers (`Parallelism.kinds`) that could be the same, and some planned ranks may
-    turn out to have nothing to read. Layers of a draft model are left out, because the producer may lack them.
+    ticket can claim a million ranks. A ticket states block size and numbers of heads of each kind of layers
+    (`Parallelism.kinds`), but not the layers. So each local cache share is planned against every compatible kind, and
+    some of the returned ranks may have nothing to read. Layers of a draft model are left out, because the producer may
+    lack them.
     """
     stages = stages_max(ours)
     if parallelism.pp_size > stages:

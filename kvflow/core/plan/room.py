@@ -20,7 +20,7 @@ def check_not_beyond(
     """Raise RequestError if a request has local blocks beyond the prompt's first `tokens` tokens.
 
     `tables`: the local blocks of each group; those for full attention begin at token `cached_tokens`. `what` begins the
-    message; `which` names the `tokens` tokens in the message.
+    message. `which` is a phrase for the message, such as "the 5 tokens of its prompt".
     """
     for group, ids in zip(groups, tables, strict=True):
         size = group.block_size
@@ -45,9 +45,10 @@ def check_blocks_match(
     """Raise RequestError unless the local blocks of a load hold exactly the offered tokens from `cached_tokens` on.
 
     In a group that holds a prompt from its first token on, the blocks begin with the block of token `cached_tokens` and
-    must end with the block of the last offered token. In other groups they always end with the last offered token, so
-    their number does not show at which token the caller expects the end. Something else must show it: the blocks of
-    another group, if its block size divides this group's block size, or `expected_tokens`.
+    must end with the block of the last offered token. In another group, such as a sliding window, the blocks always end
+    with the last offered token, so the number of blocks does not show which token the caller expects to be the last.
+    The check of that group passes only if some group of the first sort has a block size that divides the group's own,
+    or if `expected_tokens` ends in the same block as the offer.
 
     `tables`: the local blocks of each group. `tokens`: number of offered tokens. `expected_tokens`: number that the
     caller expects; None if not given. `what` begins the message, which names the `producer`. `kind`: class of the error

@@ -66,7 +66,8 @@ class Rank(NamedTuple):
 class Parallelism(NamedTuple):
     """The parallelism of an engine, as its tickets state it.
 
-    The fields are those of a `CacheShare`, and describe the first kind of layers.
+    The fields mean the same as in `CacheShare`. Layers with equal block_size, kv_heads and model_kv_heads are of one
+    kind: the fields describe the first kind, `more` the others.
     """
 
     tp_size: int
@@ -75,8 +76,7 @@ class Parallelism(NamedTuple):
     kv_heads: int
     model_kv_heads: int
     more: tuple[tuple[int, int, int], ...] = ()
-    """(block_size, kv_heads, model_kv_heads) of each further kind of layers. Layers of one kind have the same three
-    numbers."""
+    """(block_size, kv_heads, model_kv_heads) of each further kind of layers."""
 
     def ranks(self, dp_rank: int) -> list[Rank]:
         return [Rank(dp_rank, *place) for place in itertools.product(range(self.pp_size), range(self.tp_size))]
@@ -179,7 +179,7 @@ class HeadSource(NamedTuple):
 
 
 class ReportShare(NamedTuple):
-    """The fraction of a producer rank's lease that one reader reports as read. 0/1: the reader need not report."""
+    """The fraction of a producer rank's lease that one reader reports as read. If 0, the reader need not report."""
 
     numerator: int
     denominator: int
@@ -189,8 +189,8 @@ def kv_heads_of_model(ours: CacheShare, theirs: CacheShare) -> int:
     """Return the number of the model's KV heads; 1 for MLA, because every rank holds the whole latent vector.
 
     `ours`, `theirs`: cache share of a local rank and of a producer's rank. If neither states the number, return the
-    smaller of their `kv_head_slots`, which are multiples of the number. If this is not the number itself, both sides
-    have one head per rank, and any multiple leads to the same reads.
+    smaller of the two `kv_head_slots`. If both sides have more ranks than the model has heads, this is too large, but
+    it is a multiple of the number, and the planned reads are the same.
     """
     if ours.latent:
         return 1
@@ -282,11 +282,11 @@ _HINT = (
 
 
 def _hint(apart: Collection[int], common: Collection[int]) -> str:
-    """Return the end of a message that says how to mark layers of a draft model; "" unless the layers `apart` may be of
-    one.
+    """Return a hint, for a message, to mark the layers `apart` as a draft model's; "" if they cannot be such layers.
 
-    `apart`: layers that only one side has. `common`: layers that both have. They may be of one if they come after all
-    `common` layers and none is marked; loads leave out only marked layers.
+    `apart`: layers that only one side has. `common`: layers that both sides have. The layers `apart` can be a draft
+    model's if they come after all `common` layers, and none is marked yet by an index from FIRST_DRAFT_LAYER on. Loads
+    leave out only marked layers.
     """
     return _HINT if common and max(common) < min(apart) and max(apart) < FIRST_DRAFT_LAYER else ""
 
@@ -396,11 +396,12 @@ def _heads(tp_rank: int, tp_size: int, kv_heads: int) -> range:
 
 
 def _reporters(theirs: int, tp_size: int, their_tp_size: int, kv_heads: int) -> tuple[range, bool]:
-    """Return the reader's ranks that report to the producer's rank `theirs`, and whether they also read from it.
+    """Return the reader's ranks that report to the producer's rank `theirs`, and whether they also read from that rank.
 
-    All are tensor-parallel ranks. If m ranks of the producer hold the same heads and n ranks of the reader need them,
-    reader j reads from holder j*m/n. So rank i reads from rank i if the sizes are equal. If a holder has no reader, the
-    first reader of the nearest lower holder with readers reports to this holder.
+    All are tensor-parallel ranks. Say that m ranks of the producer, holders 0 to m-1, hold the same heads, and n ranks
+    of the reader, readers 0 to n-1, need these heads. Then reader j reads from holder j*m/n, rounded down. So rank i
+    reads from rank i if the sizes are equal. A holder without a reader gets its report from the first reader of the
+    nearest lower holder that has readers.
     """
     held = _heads(theirs, their_tp_size, kv_heads)
     readers, holders = max(tp_size // kv_heads, 1), max(their_tp_size // kv_heads, 1)

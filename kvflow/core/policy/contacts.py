@@ -55,7 +55,7 @@ class Contacts:
         return len(self._waiting)
 
     def request_turn(self, now_s: float) -> Contact:
-        """Return a new contact: under way if fewer than `under_way_max` contacts were, else waiting for its turn."""
+        """Return a new contact. It begins now if fewer than `under_way_max` contacts are under way, else it waits."""
         contact = Contact(now_s)
         self._waiting.append(contact)
         self._begin_one(now_s)

@@ -44,7 +44,7 @@ def checked_event(value: object, what: str) -> DeviceEvent | None:
 
 
 GivenEvent: TypeAlias = Annotated[DeviceEvent | None, checked_event]
-"""Type of a request's field for a device event or None; `checks` calls `checked_event` on the value."""
+"""Type of a request's field for a device event or None. The checks of a request call `checked_event` on the value."""
 
 
 def has_happened(event: DeviceEvent, what: str) -> bool:

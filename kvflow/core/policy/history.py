@@ -12,7 +12,7 @@ MOMENTS_MAX = 64
 
 
 class Moment(NamedTuple):
-    """Progress, `seconds` after a lease or load began: `tokens` tokens in all were computed or had landed."""
+    """A moment `seconds` after a lease or load began, when `tokens` tokens in all were computed or had landed."""
 
     seconds: float
     tokens: int

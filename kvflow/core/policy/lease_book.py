@@ -49,7 +49,7 @@ class LeaseEntry:
     number. The shares of one engine add up to 1. If the number is 0, the first report of any rank ends the lease.
     """
     holds_blocks: bool
-    """True if the lease has blocks. A lease with blocks stays in the book until the hold after its end is over."""
+    """True if the lease has blocks. A lease with blocks stays in the book until `free_s`."""
     ttl_s: float
     offered_s: float
     expires_s: float
@@ -61,7 +61,7 @@ class LeaseEntry:
     ended_s: float = 0.0
     """Time at which the lease ended; 0 while it is open."""
     free_s: float = 0.0
-    """Time at which the hold of the lease's blocks ends; 0 while the lease is open."""
+    """Time from which the producer may reuse the blocks, `hold_s` after the lease's end; 0 while the lease is open."""
 
     @property
     def is_open(self) -> bool:
@@ -81,7 +81,7 @@ class LeaseBook:
         self._expiring: list[tuple[float, int, LeaseEntry]] = []
         """Heap of (expiry, unique number, lease). A heap entry is out of date if its lease was renewed or has ended."""
         self._held: deque[LeaseEntry] = deque()
-        """Ended leases that hold blocks, in the order in which their holds end."""
+        """Ended leases that hold blocks, in the order of `free_s`."""
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -195,7 +195,7 @@ class LeaseBook:
                 yield entry
 
     def release_held(self, now_s: float) -> list[LeaseEntry]:
-        """Remove from the book, and return, all ended leases with a hold that is over at `now_s`.
+        """Remove from the book, and return, all leases with blocks that ended at least `hold_s` before `now_s`.
 
         No read of these blocks can be proven now, so the producer may reuse the blocks (invariant I3).
         """

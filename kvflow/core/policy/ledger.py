@@ -43,7 +43,8 @@ class BlockCounts:
 class BlockLedger:
     """The use of each local block: free, leased, in flight or quarantined.
 
-    Most methods take entries, the numbers of blocks in the ledger. `find_entries` computes them from block ids.
+    Most methods take entries. An entry is the index of a block in the ledger; `find_entries` computes entries from
+    block ids.
     """
 
     def __init__(self, groups: Sequence[CacheGroup]) -> None:
@@ -135,7 +136,8 @@ class BlockLedger:
     def begin_load(self, ids: BlockIds) -> None:
         """Mark the blocks in `ids` (ledger entries) as in flight, because a load will write them.
 
-        BlocksBusy if a block is leased, in flight or quarantined, unless `ids` is a claimed array.
+        BlocksBusy if a block is leased, in flight or quarantined. If the load has claimed the array `ids`
+        (`claim_for_sources`), the blocks are in flight already, and the call has no effect.
         """
         use = self._use[ids]
         if use.any() and not self._is_claimed(ids):
@@ -143,10 +145,11 @@ class BlockLedger:
         self._use[ids] = _IN_FLIGHT
 
     def claim_for_sources(self, ids: BlockIds) -> None:
-        """Claim the blocks in `ids` (ledger entries), until `end_claim`, for a load that may try several producers.
+        """Claim the blocks in `ids` (ledger entries) for a load that may try several producers, one after the other.
 
-        BlocksBusy if a block is leased, in flight or quarantined. `begin_load` of a claimed array succeeds, for each
-        producer that the load tries.
+        The blocks are in flight until `end_claim`. Until then `begin_load`, `quarantine` and `end_load`, called with
+        the same array object for each producer, change nothing. BlocksBusy if a block is leased, in flight or
+        quarantined.
         """
         self.begin_load(ids)
         self._claimed.append(ids)
@@ -167,17 +170,20 @@ class BlockLedger:
         return any(one is ids for one in self._claimed)
 
     def quarantine(self, ids: BlockIds) -> None:
-        """Mark the blocks of an ended load as quarantined, because bytes may still land in them.
+        """Mark the blocks in `ids` (ledger entries) as quarantined: their load has ended, but bytes may still land.
 
-        If `ids` is a claimed array, its blocks stay in flight.
+        If the load has claimed the array `ids` (`claim_for_sources`), the call has no effect: the blocks stay in flight
+        until `end_claim`.
         """
         assert (self._use[ids] == _IN_FLIGHT).all(), "quarantined a block that is not in flight"
         self._use[ids] = _IN_FLIGHT if self._claimed and self._is_claimed(ids) else _QUARANTINED
 
     def end_load(self, ids: BlockIds) -> None:
-        """Mark the blocks of a load as free. The caller guarantees that no further byte can land in them.
+        """Mark the blocks in `ids` (ledger entries) as free, because a load no longer writes them.
 
-        If `ids` is a claimed array, its blocks stay in flight.
+        The caller guarantees that no further byte can land in the blocks. If the load has claimed the array `ids`
+        (`claim_for_sources`), to try several producers, the call has no effect: the blocks stay in flight until
+        `end_claim`.
         """
         assert (self._use[ids] < _FREE).all(), "ended the load of a block that is not in flight"
         self._use[ids] = _IN_FLIGHT if self._claimed and self._is_claimed(ids) else _FREE

@@ -69,7 +69,8 @@ class _Budget:
     permits: int = 0
     waiting: list[_HeapEntry] = field(default_factory=list)
     delivered: int = 0
-    """Amount of the first quantity that the peer has delivered since it last had no permits."""
+    """How much the peer has delivered since this budget was made, in the unit of an `Amount`'s first number, such as
+    bytes. A peer's budget exists only while the peer has permits."""
 
 
 def _fits(more: Amount, *budgets: _Budget) -> bool:
@@ -101,8 +102,8 @@ class FairQueue:
         self._total = _Budget(limits, self._nothing)
         self._peers: dict[str, _Budget] = {}
         self._speeds: dict[str, float] = {}
-        """Speed, in units of the first quantity per second, at which each peer with a raised limit (`ahead_s`)
-        delivers."""
+        """Delivery speed of each peer with a raised limit (`ahead_s`), in units of an `Amount`'s first number, such as
+        bytes, per second."""
         self._asked = 0
         self.waiting = 0
 

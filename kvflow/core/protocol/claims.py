@@ -79,9 +79,9 @@ def _is_dense(block: BlockShape) -> bool:
 
 
 def check_cache_shares(shares: Sequence[CacheShare]) -> None:
-    """Raise WireError unless `shares` can be all the cache shares of one rank.
+    """Raise WireError if `shares` cannot be all the cache shares of one rank.
 
-    For example, shares that name different ranks, or have a layer in common, cannot.
+    For example, two of a rank's shares never name different ranks, and never have a layer in common.
     """
     count = sum(len(share.layers) for share in shares)
     if not 0 < len(shares) <= SETS_MAX or count > REGIONS_MAX:

@@ -75,7 +75,7 @@ def decode_header(frame: bytes) -> Header:
 
 
 def requests_with(more: Iterable[type[ReaderRequest]]) -> Any:
-    """Return the union of all request types that a rank decodes: the core's types, and `more` types of its parts."""
+    """Return the union of the request types that a rank decodes: those of the core, and `more`, those of its parts."""
     return Union[(CoreRequest, *more)]
 
 

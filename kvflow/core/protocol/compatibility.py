@@ -41,8 +41,8 @@ class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
 def compatibility_of(layouts: Sequence[CacheLayout | StatePart], *, model: str) -> Compatibility:
     """Return the `Compatibility` of one rank's cache, from the layouts of its layers.
 
-    If layers differ in a property, the property's field names all values. State per request and layers of a draft
-    model, which a peer may lack, are left out: cache shares are compared in their place.
+    If layers differ in a property, that field has all the values, joined by " and ". State per request and layers of a
+    draft model, which a peer may lack, are left out: for these, ranks compare their cache shares.
     """
     attention = [layout for layout in layouts if isinstance(layout, CacheLayout)]
     own = [layout for layout in attention if min(layout.layer_indices) < FIRST_DRAFT_LAYER] or attention

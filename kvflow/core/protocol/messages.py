@@ -111,8 +111,8 @@ class LeaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_lease"):
     known: Annotated[tuple[Count, ...], Meta(max_length=GROUPS_MAX)] = ()
     """Number of blocks of the lease `lease_id` that the reader knows, by group."""
     missing_max: Missing = -1
-    """The rank also answers once at most this many tokens of the lease cannot be read yet. -1: only once the lease is
-    complete."""
+    """The rank also answers once the number of tokens that cannot be read yet is this or less. -1: such progress is no
+    reason to answer before the lease is complete."""
 
 
 class ReleaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="release"):
@@ -157,9 +157,10 @@ class DigestRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_digests")
 
 
 class DeclineRequest(ReaderRequest, frozen=True, kw_only=True, tag="decline"):
-    """Notice from another engine: the router has sent that engine a request for which readers wait at this rank.
+    """Notice that a router has sent a request to the sender's engine, while readers of the request wait at this rank.
 
-    The secret request id authorizes the notice. The answer is an `Ack`.
+    The rank answers these readers with `reason` and `instead`. The secret request id authorizes the notice. The answer
+    to the notice is an `Ack`.
     """
 
     request_id: RequestName
@@ -220,7 +221,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """True if more blocks follow, until the blocks hold all `num_tokens` tokens."""
     prompt_digest: PromptDigest
     queued_bytes: Count = 0
-    """Sum of the bytes of all prefixes that the rank has leased to other readers and that may be read before this."""
+    """If the offer is a prefix: bytes of the other prefixes that the rank has leased, which may be read before this
+    one."""
 
 
 class LeaseAnswerState(enum.StrEnum):
@@ -285,9 +287,10 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
 
 
 class Ack(msgspec.Struct, frozen=True, kw_only=True, tag="noted"):
-    """The acknowledgement of a `Goodbye`, `DeclineRequest` or `ReleaseRequest`, with its sender's incarnation."""
+    """The acknowledgement of a `Goodbye`, `DeclineRequest` or `ReleaseRequest`."""
 
     incarnation: Incarnation
+    """Incarnation of the rank that sends the acknowledgement."""
 
 
 Request: TypeAlias = ReaderRequest | Goodbye

@@ -33,7 +33,7 @@ _PARTS = {
     "prompt_embeds": "embeddings",
     _OTHER: "adapter, picture or salt",
 }
-"""Name of each kind of mark in error messages, such as "adapter", by the kind in a prompt's digest."""
+"""Words for kinds of marks in error messages, by the name of the kind in a prompt's digest, such as "lora"."""
 
 
 class Mark(msgspec.Struct, frozen=True):
@@ -43,7 +43,7 @@ class Mark(msgspec.Struct, frozen=True):
     token: int
     """Token id at the position `place`."""
     parts: tuple[tuple[str, bytes], ...]
-    """(kind, digest of the keys of that kind) for each kind of mark at the position."""
+    """(kind, digest) for each kind of mark at the position. The digest is of the `MarkKeys` keys of that kind there."""
 
 
 class MarkedPrompt(list[int]):
@@ -112,17 +112,16 @@ def prompt_digest(request_id: str, token_ids: Sequence[int]) -> str:
 
 
 MarkKeys: TypeAlias = Mapping[int, Sequence[tuple[str | bytes, ...]]]
-"""By position in the prompt: the keys that begin there. A key, such as ("mm", identifier), names an input other than
-tokens that changes the KV cache from this position on, as in KV events.
-"""
+"""Keys by position in the prompt, from 0. A key, such as ("mm", identifier), stands for an adapter, a picture or
+another input that changes the KV cache from that position on."""
 
 
 def marked_by_keys(token_ids: Sequence[int], keys: MarkKeys) -> list[int]:
     """Return a prompt as a list of numbers: its token ids, but at each position in `keys` a hash of token and keys.
 
-    So comparing the first numbers of two prompts also compares their keys. Engines and subscribers of their KV events
-    get equal results. The keys of a position must be in this order: ("lora", name, path), ("cache_salt", salt), ("mm",
-    identifier), then keys of any other kind.
+    So if the first n numbers of two results are equal, the two prompts also have equal keys at these n positions.
+    Engines and subscribers of their KV events get equal results. The keys of a position must be in this order: ("lora",
+    name, path), ("cache_salt", salt), ("mm", identifier), then keys of any other kind.
     """
     prompt, marks = list(token_ids), list[Mark]()
     for place in sorted(keys.keys() & range(len(prompt))):

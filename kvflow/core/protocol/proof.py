@@ -183,7 +183,7 @@ class SealProof:
         self.grows = grows
         """True if some tokens of the lease may not be readable yet."""
         self.last_open_s = -math.inf
-        """Time at which the latest fetch of a seal was posted that found the lease open; -infinity if there is none."""
+        """Time of the post of the latest seal fetch that found the lease open; -infinity if no fetch has."""
         self._quick_read_max_s = quick_read_max_s
         self.fetch_under_way = False
         self.lease_ended = False
@@ -236,7 +236,7 @@ class SealProof:
         """Return the verdict once all reads have ended: FRESH, STALE, or FETCH if the seal has to be fetched again.
 
         `read_s`: seconds from the post of the latest fetch that found the lease open (`last_open_s`) until the last
-        byte landed; None if the last byte had landed before.
+        byte landed; None if the last byte landed before that post.
         """
         if self.lease_ended or self._seen is None or (self._seen > 0 and not self.grows):
             return ProofStep.STALE

@@ -61,9 +61,8 @@ class RankLease(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_onl
     port: Int64 = 0
     """Port of the rank's side channel. In a ticket's dict the first rank's port is `remote_port`."""
     block_ids: BlockIds | None = None
-    """Block ids of the first group for readers of this rank; None unless they differ from the engine's block ids
-    because the blocks are copied to host buffers.
-    """
+    """Block ids of the first group for readers of this rank, if the blocks are copied to host buffers and so have other
+    ids than in the engine; else None."""
     more_block_ids: BlockTables = ()
     """Block ids of each group after the first for readers of this rank; only if `block_ids` is set."""
     pending: bool = False

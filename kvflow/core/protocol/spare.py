@@ -23,8 +23,9 @@ SPARE_CHARS_MAX = 4096
 def with_spare(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of `params`, a ticket's dict, with the spare appended to its request id.
 
-    If the leases of all ranks do not fit, the spare has only the first rank's lease, and readers ask the other ranks
-    for theirs. If even one lease does not fit, the spare is empty, and readers refuse the ticket.
+    The spare is a copy of the dict's fields "kvflow" and "tp_size". If the leases of all ranks do not fit, the spare
+    has only the first rank's lease, and readers ask the other ranks for their leases. If the first lease does not fit
+    either, the spare is empty, and readers refuse the ticket if a router has dropped the field "kvflow".
     """
     extra = params["kvflow"]
     # Some routers drop "tp_size", and other engines take 1 if it is missing.
@@ -35,7 +36,7 @@ def with_spare(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bare_id(request_id: str) -> str:
-    """Return a request id without the spare, if any, that `with_spare` has appended."""
+    """Return a request id without the copy of a ticket's fields that `with_spare` has appended, if there is one."""
     return request_id.rpartition(SPARE_MARK)[0] or request_id
 
 
@@ -44,10 +45,10 @@ def _packed(extra: Mapping[str, Any]) -> str:
 
 
 def without_spare(params: Mapping[str, Any], request_id: str) -> Mapping[str, Any]:
-    """Return a copy of `params`, a ticket's dict, in which the spare replaces fields that are missing or null.
+    """Return a copy of `params`, a ticket's dict, with "kvflow" and "tp_size", if missing or null, from the spare.
 
-    `request_id`: the dict's request id with the spare, which the copy lacks. Return `params` itself if the spare is not
-    valid.
+    `request_id`: the dict's request id, to which `with_spare` has appended the spare; the returned dict has the bare
+    request id. Return `params` itself if the spare is not valid.
     """
     bare, _, packed = request_id.rpartition(SPARE_MARK)
     try:

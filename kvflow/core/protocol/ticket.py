@@ -95,8 +95,8 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
     num_tokens: Count
     """Number of tokens of the prompt that the blocks hold. The last block may be partly filled."""
     ttl_s: Seconds
-    """Seconds until the lease expires, from the ticket's making and from each renewal. Only a hint: readers trust the
-    seal (`core.protocol.proof`)."""
+    """Lifetime of the lease in seconds, counted from when the ticket is made and again from each renewal. Only a hint:
+    readers trust the seal (`core.protocol.proof`)."""
     dp_rank: Count
     """Index of the producer's data-parallel replica, to which all `ranks` belong."""
     tp_size: RankCount
@@ -215,8 +215,8 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
 
     @cached_property
     def block_ids_count(self) -> int:
-        """Number of block ids in the ticket, those of the engine and of each rank added up; at least the sum of
-        `block_counts`.
+        """Number of block ids in the ticket, those of the engine and of each rank added up, or the sum of
+        `block_counts` if that is greater.
         """
         tables = (*self.block_tables, *(ids for rank in self.ranks for ids in rank.block_tables))
         return max(sum(map(len, tables)), sum(self.block_counts))
@@ -295,7 +295,7 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
                 may read.
             block_ids: the producer's blocks in prompt order, or a block table for each group.
             num_tokens: tokens of the prompt that the blocks hold.
-            ttl_s: seconds until the lease expires, from its opening and from each renewal.
+            ttl_s: lifetime of the lease in seconds, counted from its opening and again from each renewal.
             prompt_digest: digest of the other request's prompt; "" if it is not known.
 
         Returns:
@@ -574,10 +574,10 @@ def check_digests(ticket: Ticket, stated: Sequence[str], computed: Sequence[str]
 
 
 def _bounded_params(params: Mapping[str, Any], block_ids_max: int) -> tuple[Mapping[str, Any], bool]:
-    """Raise RequestError if `params`, a ticket's dict, has too many block ids, ranks or fields, before it is parsed.
+    """Check `params`, a ticket's dict that is not parsed yet. RequestError for too many block ids, ranks or fields.
 
-    Return the dict, with missing fields taken from the spare (`core.protocol.spare`) and whole floats as ints; and
-    whether `remote_block_ids` is a list of block tables, one for each group.
+    Return the dict, and whether `remote_block_ids` is a list of block tables, one for each group. In the returned dict,
+    missing fields are taken from the copy in the request id (`core.protocol.spare`), and a float such as 3.0 is an int.
     """
     request_id = params.get("remote_request_id")
     if isinstance(request_id, str) and len(request_id) <= _SPARED_CHARS_MAX and SPARE_MARK in request_id:
