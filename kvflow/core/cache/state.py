@@ -229,8 +229,7 @@ class StatePart:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of a layer's regions, one per row (`rows`): this part's name and the row's index, such as
-        "conv.x.0"."""
+        """Names of a layer's regions, one per row (`rows`): the part's name, then the row's index, as in "conv.x.0"."""
         return tuple(f"{self.name}.{row}" for row in range(self.rows))
 
     @property
