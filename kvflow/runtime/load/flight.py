@@ -47,9 +47,9 @@ class Read(NamedTuple):
 
 
 class CopyGroup(NamedTuple):
-    """Reads into buffers, and the copy that follows from these buffers to the cache, once all reads have landed.
+    """Reads into buffers, and the function `copy`, which copies the buffers to the cache once all reads have landed.
 
-    If `copy` is None, the reads go straight into the cache.
+    In a group without `copy`, the reads go straight into the cache.
     """
 
     reads: Sequence[Read]
@@ -91,10 +91,10 @@ class Flight:
         priority: int,
         resources: FlightResources,
     ) -> None:
-        """Claim `ids`, the load's local blocks as entries of the block ledger. BlocksBusy if one is in use.
+        """Claim the load's local blocks: `ids` are their numbers in the block ledger. BlocksBusy if one is in use.
 
-        `sources`, the ranks to read from, have slots for their seals. If BlocksBusy is raised, these slots have been
-        given back.
+        `sources`: the ranks to read from. The caller must have taken a slot for the seal of each (`SealSlots`). If
+        BlocksBusy is raised, this method has given the slots back.
         """
         try:
             resources.ledger.begin_load(ids)
@@ -105,7 +105,8 @@ class Flight:
         self.state = TransferState.PENDING
         self.post_s = self.queued_s = 0.0
         self.last_read_s = 0.0
-        """Time when a read last ended, or when a read was posted while none was under way, whichever is later."""
+        """Time of the load's latest progress: when a read ended, or when a read was posted while no other was under
+        way."""
         self.descriptor_count = self.size_bytes = 0
         self.waits_for_permit = False
         """True while a read waits for its permit. Stays True if that wait was cancelled."""
@@ -120,7 +121,7 @@ class Flight:
         self._lost_groups: list[_GroupState] = []
         self._copies = 0
         self._seal_reads: dict[Source, Descriptors] = {}
-        """Descriptors of reads that fetch only a seal, by source, kept for growing leases: their seals are read many
+        """Descriptors of a read that fetches only the seal, by source. Kept because a growing lease's seal is read many
         times."""
         self._error: TransportError | CopyFailed | RuntimeBroken | None = None
         self._progress: asyncio.Future[None] | None = None
@@ -139,7 +140,7 @@ class Flight:
 
     @property
     def loss_error(self) -> BaseException | None:
-        """Error that says why the end of the last read can never be known; None if it can be known."""
+        """Error if the poller ended while reads were under way, so that their end can never be known; else None."""
         return self._end.exception() if self._end is not None and self._end.done() else None
 
     async def settled(self) -> None:
@@ -170,10 +171,10 @@ class Flight:
     async def read_all(self, reads: Iterable[Read]) -> bool:
         """Post `reads`, which go straight into the cache, and wait until all have landed.
 
-        Return True if the leases covered the whole read (see `core.protocol.proof`), False if a seal shows that its
-        lease has ended. A rank's seal is fetched with the first read from that rank, or right after. After False,
-        TransportError, RuntimeBroken or a cancellation no further read is posted; after an error the caller has to call
-        `stop`.
+        Return True if the leases covered all reads (see `core.protocol.proof`). If a seal shows that its lease has
+        ended, post no further read, and return False. If TransportError, RuntimeBroken or CancelledError is raised, no
+        further read is posted either, and the caller has to call `stop`. A rank's seal is fetched with the first read
+        from that rank, or right after.
         """
         if self.state is TransferState.PENDING:
             self.state = _READING
@@ -189,8 +190,8 @@ class Flight:
     async def read_groups(self, groups: AsyncGenerator[CopyGroup, None]) -> bool:
         """Post the reads of each copy group that `groups` yields, and wait for all reads and copies.
 
-        Return True if the leases covered the whole read, False if a lease has ended. After TransportError, CopyFailed
-        or RuntimeBroken the caller has to call `stop`.
+        Return True if the leases covered all reads, False if a lease has ended. After TransportError, CopyFailed or
+        RuntimeBroken the caller has to call `stop`.
         """
         if self.state is TransferState.PENDING:
             self.state = _READING
@@ -241,7 +242,7 @@ class Flight:
             self.nudge()
 
     async def wait_until_below(self, count: int, *, copies_beside: int = 0) -> None:
-        """Wait until fewer than `count` reads and copies are under way. Up to `copies_beside` copies do not count.
+        """Wait until fewer than `count` reads and copies are under way, not counting `copies_beside` of the copies.
 
         If the flight has failed, wait until all have stopped, then raise its error.
         """
@@ -276,7 +277,7 @@ class Flight:
             self._give_back()
 
     def fail(self, error: TransportError | RuntimeBroken, source: Source) -> None:
-        """Fail the flight with `error`, as if a read from `source` had failed."""
+        """Make the flight fail with `error`, and blame the rank `source`, although no read from it has failed."""
         if self._error is None:
             self._error, self.failed_source = error, source
         self.nudge()
@@ -288,9 +289,9 @@ class Flight:
         await self._post_when_permitted(source, seal, None, fetches_seal=True)
 
     def _judge_proofs(self) -> tuple[bool, list[Source]]:
-        """Return (fresh, unproven). `fresh`: no proof says that the read is stale.
+        """Return (fresh, unproven), after all reads have ended. `fresh`: False if a source's proof says STALE.
 
-        `unproven`: the sources that need another fetch of the seal before their proofs can decide.
+        `unproven`: the sources with a proof that cannot decide before the seal is fetched again.
         """
         now_s = self._resources.clock.now_s()
         fresh, unproven = True, []
@@ -309,9 +310,9 @@ class Flight:
         return all(source.proof.judge_after_read(None) is ProofStep.FRESH for source in sources)
 
     async def _post_group(self, group: CopyGroup) -> bool:
-        """Post the reads of `group`, each when fewer than `reads_max` reads are under way.
+        """Post the reads of `group`. Before each, wait until fewer than `FlightResources.reads_max` are under way.
 
-        Return False, and post no further read, if a lease has ended.
+        If a lease has ended, post no further read, and return False.
         """
         group_state = _GroupState(group)
         begun = False
@@ -418,7 +419,7 @@ class Flight:
         self.nudge()
 
     def _note_lost(self, error: RuntimeBroken) -> None:
-        """Make every wait for the flight's end raise `error`: the poller is gone, so that end can never be known."""
+        """Make every wait for the flight's end raise `error`, because that end can never be known without a poller."""
         end = self._end_future()
         if not end.done():
             end.set_exception(error)
@@ -446,7 +447,7 @@ class Flight:
         return cancelled
 
     def _group_step_ended(self, group_state: _GroupState, *, intact: bool) -> None:
-        """Record that a read of a copy group, or the posting of all its reads, has ended.
+        """Record the end of one step of a copy group. Its steps are each of its reads, and the posting of all reads.
 
         `intact`: this step succeeded. After the last step, start the group's copy, or free its buffers if there is no
         copy or a step has failed.

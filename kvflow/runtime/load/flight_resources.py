@@ -30,7 +30,7 @@ OnReadEnd: TypeAlias = Callable[["ReadEnded | RuntimeBroken"], None]
 """Callback for the end of a read. It gets RuntimeBroken if it can never be known whether the read has ended."""
 
 TURN_S = 1e-3
-"""Period, in seconds, in which at most `_TURN_LOADS` loads start without waiting."""
+"""Length, in seconds, of a period in which at most `_TURN_LOADS` loads start immediately; others wait in a queue."""
 _TURN_LOADS = 3
 _PAUSE_MAX_S = 5e-3
 
@@ -60,7 +60,7 @@ class Poller:
 
     @property
     def behind(self) -> bool:
-        """True if more posted reads wait to start than can start in the next milliseconds: no more should be posted."""
+        """True if the posted reads that have not started yet are so many that the caller should not post more now."""
         return self._transport.behind
 
     def post(self, agent: AgentName, descriptors: Descriptors, on_end: OnReadEnd) -> None:
@@ -73,10 +73,10 @@ class Poller:
         self._under_way[self._transport.post_read(agent, descriptors)] = on_end
 
     async def run(self) -> None:
-        """Dispatch events until cancelled, or until the transport breaks, which raises TransportBroken.
+        """Dispatch the transport's events until this task is cancelled. TransportBroken if the transport breaks.
 
-        Task `kvflow-poller`: one for each registration; it ends with the registration. If it dies, or another task
-        cancels it, flights with posted reads get TransportBroken, and the runtime breaks.
+        Task `kvflow-poller`: one for each registration, which cancels the task at its end. If the task ends earlier,
+        flights with posted reads get TransportBroken, and the runtime breaks.
         """
         try:
             await self._transport.run(self._dispatch)
@@ -96,9 +96,10 @@ class Poller:
         self._transport_closing = True
 
     def end_reads(self, *, stopped: bool) -> None:
-        """Call the callbacks of all reads under way, with an error.
+        """Call the callbacks of all reads under way with an error.
 
-        It is a TransportError if the reads are known to have `stopped`, else TransportBroken.
+        `stopped`: True if these reads are known to have stopped. The error is then TransportError, else
+        TransportBroken.
         """
         under_way, self._under_way = self._under_way, {}
         for posted, on_end in under_way.items():
@@ -120,7 +121,8 @@ class SealSlots:
     """Slots in host memory into which seals are fetched, and the queue of loads that wait for free slots.
 
     A load may begin when each rank that it reads from has a slot. Loads wait in order of priority, smallest first;
-    loads of equal priority wait in order of arrival. No load overtakes the first one.
+    loads of equal priority wait in order of arrival. While the first load in this order lacks slots, all others wait,
+    even if they need fewer slots.
     """
 
     def __init__(self, count: int) -> None:
@@ -185,13 +187,14 @@ class SealSlots:
 class LoadThrottle:
     """Limits how many loads start in one turn of the event loop, so that a burst of loads does not block the loop.
 
-    While many reads wait to be posted, no load begins, so that the loop is idle at times: the thread that posts reads
-    gets Python's GIL immediately from an idle loop, but only after a tenth of a second from a busy one.
+    While many posted reads wait to start, no load starts, so that the event loop is idle at times. The transport's
+    thread that starts reads needs Python's GIL: it gets the GIL immediately while the loop is idle, but only after a
+    tenth of a second while the loop is busy.
     """
 
     def __init__(self, poller: ReadPoster) -> None:
         self.paused = False
-        """True while waiting loads do not start, because too many reads wait to be posted. `resume` ends the pause."""
+        """True if no load in the queue may start now, because too many posted reads wait. `resume` ends the pause."""
         self._poller = poller
         self._next_turn: asyncio.Handle | None = None
         self._turn_begun_s = -math.inf
@@ -199,7 +202,7 @@ class LoadThrottle:
         """Number of loads that may still start without waiting, in the period of `TURN_S` that began at
         `_turn_begun_s`."""
         self._waiting: list[tuple[int, int, int, asyncio.Future[None]]] = []
-        """Heap of waiting loads: (priority, False if started before, order of arrival, future that ends the wait)."""
+        """Heap of waiting loads: (priority, `not started_before`, order of arrival, future that ends the wait)."""
         self._numbers = itertools.count()
 
     def try_start(self, now_s: float) -> bool:
@@ -225,7 +228,7 @@ class LoadThrottle:
     def _start_few(self) -> None:
         """Start at most `_TURN_LOADS` waiting loads, and schedule the next few for a later turn of the event loop.
 
-        If too many posted reads wait, the next few start at `resume`, after 5 ms at the latest.
+        If too many posted reads wait to start, the next few loads start when `resume` is called, or 5 ms from now.
         """
         for _ in range(min(_TURN_LOADS, len(self._waiting))):
             *_, turn = heapq.heappop(self._waiting)
@@ -259,14 +262,14 @@ class FlightResources:
     copy_thread: CopyThread
     clock: Clock
     reads_max: int
-    """Maximum number of reads that one load has under way, and of its copies. With 2, one read hides another's latency.
-    """
+    """Maximum number of reads that one load has under way. As many copies may run beside these reads. With 2, the next
+    read is under way already when a read ends."""
 
 
 def read_permit_queue(config: Config, *, grows: bool) -> FairQueue:
     """Return the queue of permits for reads, with limits in total and for each rank.
 
-    `grows`: raise a fast rank's limit in bytes to what that rank delivers within `_AHEAD_S`.
+    `grows`: True to raise the limit in bytes of a fast rank to the bytes that the rank delivers in 1 ms (`_AHEAD_S`).
     """
     of_peer = config.limits.peer_in_flight_bytes_max, *_PER_RANK_MAX
     in_all = config.in_flight_bytes_max, *_TOTAL_MAX

@@ -55,7 +55,10 @@ class _RenewedLease:
 
 
 class LeaseIdNotifier:
-    """Notifies producers that run kvflow that their leases are needed or read. A notification names leases by id."""
+    """Sends notifications to producers that run kvflow: this rank still needs leases, or has finished with them.
+
+    A notification names leases by their ids.
+    """
 
     heartbeat_s: float | None = None
 
@@ -78,13 +81,13 @@ class LeaseIdNotifier:
         return len(lease_ids)
 
     def notify_read(self, source: Source) -> None:
-        """Notify the rank of `source` that this rank does not need the leased blocks of `source` any longer."""
+        """Notify the rank of `source` that this rank has finished with the lease of `source`, read or not."""
         self.report_read(source.connection.agent, source.lease.lease_id, *source.connection.report_share)
 
     def report_read(self, agent: AgentName, lease_id: str, numerator: int, denominator: int) -> None:
-        """Notify the peer `agent` that this rank has read the share `numerator` / `denominator` of a lease.
+        """Notify the peer `agent` that this rank has finished with its share of a lease, `numerator` / `denominator`.
 
-        Do nothing if the share is 0.
+        The shares of all ranks of a reader add up to 1. If this rank's share is 0, do nothing.
         """
         if numerator > 0:  # else other ranks report it
             message = ReadDone(lease_ids=(lease_id,), reader=self._reader, numerator=numerator, denominator=denominator)
@@ -131,8 +134,8 @@ class RemoteLeases:
     def renewing(self, ticket: Ticket) -> Iterator[None]:
         """Renew the leases of a checked ticket until the `with` block ends, for a request that waits for its load.
 
-        A task also connects the ticket's ranks. If a lease cannot be renewed, only the later load fails. RuntimeClosed
-        if the runtime is closed.
+        A task also connects the ticket's ranks. If a lease cannot be renewed, nothing is raised here, but the request's
+        load will fail. RuntimeClosed if the runtime is closed.
         """
         if ticket.offers_nothing:
             yield  # an empty offer: its leases have ended already
@@ -151,10 +154,10 @@ class RemoteLeases:
             source.connection.lease_notifier.notify_read(source)
 
     async def release(self, given: Ticket | Mapping[str, Any]) -> bool:
-        """Give back all leases of a ticket, unread, for `Runtime.release_blocks`.
+        """Give back all leases of a ticket without reading them, for `Runtime.release_blocks`.
 
-        Return whether every rank that holds a lease was notified. One rank is notified first; the others only if that
-        rank has, or had, a lease for the ticket's request. RequestError if the ticket is invalid, or the address of a
+        First notify one rank. If that rank has, or had, a lease for the ticket's request, notify the others too. Return
+        True if every rank that holds a lease was notified. RequestError if the ticket is invalid, or the address of a
         rank cannot be known.
         """
         ticket, problems = self._resolver.read_ticket(given), list[KVFlowError]()
@@ -174,7 +177,8 @@ class RemoteLeases:
     def _begin_release(self, ticket: Ticket, give_up_s: float, paused_s: float) -> None:
         """Start a task that gives the leases of a ticket back.
 
-        `give_up_s`: time of the last attempt. `paused_s`: seconds since the previous attempt; 0 for the first.
+        `give_up_s`: time after which there is no further attempt. `paused_s`: seconds of the pause before this attempt,
+        from which the next pause is computed; 0 for the first attempt.
         """
         with contextlib.suppress(RuntimeUnavailable):
             work = self._release_with_retries(ticket, give_up_s, paused_s)
@@ -183,9 +187,9 @@ class RemoteLeases:
     async def _release_with_retries(self, ticket: Ticket, give_up_s: float, paused_s: float) -> None:
         """Give the leases of `ticket` back. If a rank cannot be reached, try again after a pause, until `give_up_s`.
 
-        Task `kvflow-release <request>`: begun by `release_blocks` of a pending ticket, and by a load of several tickets
-        for the tickets that the load did not need. It ends when the leases are given back, or when their time has
-        passed.
+        Task `kvflow-release <request>`: begun by `release_blocks` of a pending ticket, and for each ticket that a load
+        of several tickets, or a search for a prefix, does not need. It ends when the leases are given back. If a rank
+        cannot be reached, another such task tries again later.
         """
         limits, problems = self._config.limits, list[KVFlowError]()
         try:
@@ -217,7 +221,7 @@ class RemoteLeases:
             return False
 
     async def _await_offer(self, ticket: Ticket, on_lease: Callable[[Source, float], None]) -> Ticket:
-        """Wait for the offer of a pending ticket, and return an ordinary ticket with the leases of that offer.
+        """Wait for the offer of a pending ticket, and return a ticket that has the leases of that offer.
 
         `on_lease` is called for each rank, with its source and the lease's `ttl_s`.
         """
@@ -242,7 +246,10 @@ class RemoteLeases:
         return len(offered) > 0
 
     async def _await_offer_and_release(self, ticket: Ticket, offered: list[Ticket]) -> None:
-        """Wait for the offer of a pending ticket, give its leases back, and append the offer's ticket to `offered`."""
+        """Wait for the offer of a pending ticket, and give its leases back.
+
+        `offered`: list to which this appends the ticket with the offer. It stays empty if there is no offer.
+        """
         try:
             offered.append(await self._await_offer(ticket, lambda source, _: self.notify_finished((source,))))
         except KVFlowError as error:

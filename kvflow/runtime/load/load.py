@@ -43,9 +43,9 @@ def priority_of_unchecked(request: LoadRequest) -> int:
 class Load:
     """One load, under way or over. Await it for its `LoadReport`.
 
-    Awaiting raises what `Runtime.load_blocks` raises. If the load has failed while bytes may still land, the attribute
-    `quarantine` of that error is the load. Cancelling a task that awaits a load cancels the load, as with any task;
-    `asyncio.shield(load)` keeps the load going.
+    Awaiting raises what `Runtime.load_blocks` raises. If bytes may still land when the load fails, this load is the
+    attribute `quarantine` of the error: await `error.quarantine.settled()` before the blocks are used again. Cancelling
+    a task that awaits a load cancels the load, as with any task; `asyncio.shield(load)` keeps the load going.
 
     `async for progress in load` yields a `Progress` whenever more tokens have landed. A slow consumer gets only the
     latest one. The iteration ends when the load ends, or raises what the load raises:
@@ -59,12 +59,13 @@ class Load:
     read under an open lease. If the load fails later, they stay in the engine's blocks, but the prompt is not complete.
     The blocks of a sliding window or of recurrent state belong to the prompt's end, so they land last.
 
-    A load yields only its last progress if the prompt was complete before anything was read, if the load is verified,
-    or if it may read from several producers.
+    Three kinds of loads yield only one progress, at their end: loads of a prompt that was complete before the first
+    read, verified loads, and loads that may read from several producers.
 
     Several tasks may iterate, and each may stop midway without affecting the load. If a task is cancelled while it
-    waits for the next progress, the load is cancelled too; to watch a load without that, wait with `progressed`. If a
-    task is cancelled in the body of the `async for`, it has to call `cancel` itself, best in a `finally`.
+    waits for the next progress, the load is cancelled too. If a task is cancelled while it waits in `progressed`, the
+    load goes on. If a task is cancelled in the body of the `async for`, it has to call `cancel` itself, best in a
+    `finally`.
     """
 
     def __init__(
@@ -76,9 +77,9 @@ class Load:
         clock: Clock | None = None,
         begun_s: float = 0.0,
     ) -> None:
-        """Make the handle of a load. A refused load has only a request.
+        """Make the handle of a load. For a refused load pass only `request`.
 
-        `tables`: ids of the local blocks, one array for each group. `entries`: the same blocks, as entries of the block
+        `tables`: ids of the local blocks, one array for each group. `entries`: numbers of the same blocks in the block
         ledger. `begun_s`: time when the load was requested, by `clock`.
         """
         self.request_id = request.request_id
@@ -109,7 +110,7 @@ class Load:
         self.performing_task: asyncio.Task[Any] | None = None
         """The task that performs the load; None before the load has begun."""
         self.outer_cancellations = 0
-        """`performing_task.cancelling()` when the load began: cancellations that did not come from the loader."""
+        """Value of `performing_task.cancelling()` when the load began. The loader did not cause these cancellations."""
         self.overdue = False
         """True once the loader has cancelled the load, because its deadline has passed or the loader closes."""
         self.stall_text = ""
@@ -123,8 +124,7 @@ class Load:
         self.lease_questions: Any = None
         """The `growing.lease_questions.LeaseQuestions` about leases that are not complete; None without them."""
         self.landed: History | None = None
-        """Record of how many tokens had landed at each time; None unless the load reads leases that are not complete.
-        """
+        """The number of landed tokens over time; None unless the load reads leases that are not complete."""
         self.verification = Verification.OFF
         self.payload = b""
 
@@ -203,7 +203,7 @@ class Load:
             tokens: number of landed tokens that the caller knows of; -1 for none.
 
         Returns:
-            The latest progress; None if the load has ended without more than `tokens` landed tokens.
+            The latest progress, of more than `tokens` tokens. None if the load ended before it reported so many.
 
         Raises:
             UsageError: called off the runtime's loop.
@@ -221,7 +221,7 @@ class Load:
     def note_progress(self, tokens: int, tokens_in_all: int) -> None:
         """Only for `kvflow.growing`: record that more tokens have landed, and wake tasks that wait for progress.
 
-        `tokens`: number of tokens, counted after the cached ones, that are in the local blocks of all groups. No effect
+        `tokens`: number of tokens, counted after the cached ones, that have landed in every group of layers. No effect
         if the load may read from several producers.
         """
         if self.attempts is None:  # else another producer may write there again
@@ -268,9 +268,10 @@ class Load:
             self.performing_task.cancel()
 
     def take_back_cancel(self) -> bool:
-        """Only for `Loader`: undo the task's cancellation by `cancel_overdue`, so that the task can raise an error.
+        """Only for `Loader`: if `cancel_overdue` has cancelled the task, take that cancellation back.
 
-        Return True if nothing else had cancelled the task.
+        Return True if this was the only cancellation since the load began. The task may then raise another error in
+        place of CancelledError.
         """
         return (
             self.overdue
@@ -301,9 +302,10 @@ class Load:
         return f": no read has ended for {since_s:.3g} s, {reads} are under way: the peer or the network stands still"
 
     def end_phases(self) -> None:
-        """Only for steps of a load: end the current phase, and correct the times of the phases.
+        """Only for steps of a load: end the current phase, and correct the seconds of the phases.
 
-        Waits for permits count as "queued" and the posting of reads as "post", not as "wire".
+        The seconds of "wire" include the waits for permits and the posting of reads. Count the waits as "queued" and
+        the posting as "post" instead.
         """
         self.enter_phase(self.phase, self.waits_for)
         flight = self.flight

@@ -77,7 +77,7 @@ class Loader:
         self._deadline_timer_s = math.inf
         self._loads: dict[Load, None] = {}  # in order, so that a simulation can be replayed
         self._quarantined: dict[Flight, Load] = {}
-        """Flights with quarantined blocks, each with its load, which has ended while bytes may still land."""
+        """Ended loads with blocks in quarantine, because bytes may still land in them, keyed by the load's flight."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._closed = self._unregistered = False
@@ -120,8 +120,8 @@ class Loader:
     def load(self, request: LoadRequest) -> Coroutine[Any, Any, LoadReport]:
         """Return a coroutine that performs the load of `request`, for `Runtime.load_blocks`.
 
-        If too many loads start at the same time, the coroutine waits for the load's turn, and then accepts or refuses
-        the request. Otherwise the request is accepted now, or its error is raised now.
+        Normally this call itself accepts the request, or raises the error with which the request is refused. If too
+        many loads start at the same time, the coroutine does so instead, after it has waited for the load's turn.
         """
         begun_s = self._now_s()
         if self._throttle.try_start(begun_s):
@@ -246,7 +246,7 @@ class Loader:
         return tickets
 
     def _set_deadline_timer(self, when_s: float) -> None:
-        """Let the timer, which cancels loads past their deadline, fire at `when_s`; infinity stops it."""
+        """Set the deadline timer to fire at `when_s` and cancel the loads past their deadline; infinity stops it."""
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
         self._deadline_timer, self._deadline_timer_s = None, when_s
@@ -291,9 +291,9 @@ class Loader:
         raise error from error.__cause__
 
     def _end_failed(self, load: Load, error: KVFlowError) -> KVFlowError:
-        """End a load with `error`, and return the error, which then names the load's request.
+        """End a load with `error`. Return the error with the load's request named in it.
 
-        If bytes may still land in the load's blocks, the load becomes the `quarantine` of the error.
+        If bytes may still land in the load's blocks, set the error's attribute `quarantine` to the load.
         """
         if isinstance(error, PeerError | LoadError | RequestError):  # loads of one handshake may share it
             error = error.of_request(load.request_id, load.ticket.engine_id)
@@ -307,7 +307,8 @@ class Loader:
     def _note_never_read(self, engine_id: str, why: str) -> None:
         """Count a failed load, unless a load has read from that engine before. At `NEVER_READ_AT`, log a warning.
 
-        A router that sends the requests elsewhere hides the errors, so only this warning says why prompts take long.
+        If a router sends each failed request to another engine, its caller sees no error, but the prompt takes long.
+        Then only this warning says why.
         """
         if self._cache.peers.has_delivered(engine_id):
             self._never_read.pop(engine_id, None)

@@ -25,18 +25,22 @@ from kvflow.runtime.load.requests import LoadRequest
 from kvflow.runtime.peers.peer import Source
 
 MatchedChunks: TypeAlias = Mapping[tuple[int, int], tuple[Chunks, ...]]
-"""Chunks to read, by the indexes (local group, remote group). Their `remote_ids` are not block ids yet, but positions
-in the offered block table, which are the same for all ranks."""
+"""Chunks to read, keyed by the indexes (local group, remote group). Their `remote_ids` hold positions in the offered
+block table in place of block ids. The positions are the same for all producer ranks, unlike the block ids."""
 
 
 class Plan(NamedTuple):
-    """The ranks, tokens and blocks that a load reads. `plan_load` also sets the `chunks` and `tables` of `sources`."""
+    """The ranks, tokens and blocks that a load reads.
+
+    `plan_load` not only returns a plan, but also sets the attributes `chunks` and `tables` of each source.
+    """
 
     sources: Sequence[Source]
     matched: MatchedChunks
     tokens: int
     block_pairs: Sequence[tuple[int, int]] = ()
-    """Pairs (remote block id, local block id) of a load of a few blocks, which has no `matched`; else empty."""
+    """Pairs (remote block id, local block id) to read. Only the plan of a load of a few blocks has pairs; its `matched`
+    is empty."""
 
 
 def plan_load(
@@ -141,9 +145,9 @@ def check_awaited_offer(
 ) -> None:
     """Check a request against an offer for which the load has waited; `ticket` is the ticket of that offer.
 
-    Do nothing if the request has neither `prompt` nor `num_tokens`. PromptMismatch if the offer is for another prompt
-    or number of tokens. If the last local block is not that of the last offered token: PromptMismatch if the request
-    has a prompt, else RequestError.
+    If the request has neither `prompt` nor `num_tokens`, nothing is checked. PromptMismatch if the offer is for another
+    prompt or number of tokens. The last local block has to be that of the last offered token; if it is not, the error
+    is PromptMismatch for a request with a prompt, and RequestError for others.
     """
     if request.prompt is not None or request.num_tokens is not None:
         _check_offer(ticket, request)
@@ -181,7 +185,7 @@ def check_blocks_fit(
 def _check_offer(ticket: Ticket, request: LoadRequest) -> None:
     """Raise PromptMismatch if the prompt or the number of tokens that the ticket offers differs from the request's.
 
-    Values that one of both does not have are not compared.
+    A value is compared only if both the ticket and the request have it.
     """
     what, offers = f"request {request.request_id!r}", f"{_producer_text(ticket)} offers {ticket.offered_tokens}"
     if request.prompt is not None:
