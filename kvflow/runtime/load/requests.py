@@ -34,13 +34,13 @@ class LoadRequest:
     """Request to fill `block_ids`, in prompt order, from the blocks that `ticket` offers.
 
     `block_ids` begin with the block of token `cached_tokens` and end with the block of the last offered token
-    (`Ticket.offered_tokens`). If they do not, RequestError names the number of blocks given and needed. If there are
-    none (everything was cached), nothing is read, and the producer is notified. If the offer has no blocks, nothing is
-    read either, and `LoadReport.tokens` is 0.
+    (`Ticket.offered_tokens`). If they do not, RequestError names the number of blocks given and needed. If `block_ids`
+    is empty, because everything was cached, nothing is read, and the producer is notified. If the offer has no blocks,
+    nothing is read either, and `LoadReport.tokens` is 0.
 
     For a cache of several groups, `block_ids` is a list for each group, in order, or a dict by group name. The blocks
-    of a sliding-window group end with the block of the last offered token, and the slot of a group with recurrent state
-    is for that token; either may be left out.
+    of a sliding-window group end with the block of the last offered token. A group with recurrent state has one slot,
+    for the last offered token. Groups of these two kinds may be left empty.
 
     `ticket` is a Ticket or its dict, or a list of several for one prompt, the best first: if a producer fails or its
     lease has ended, the load reads from the next one. `deadline_s` covers every phase; None means
@@ -65,11 +65,12 @@ class LoadRequest:
     num_tokens: Count | None = None
     """Number of tokens that the offer must have, for callers that allocate blocks before they know the offer, as with a
     pending ticket. PromptMismatch, before anything is read, if the offer has another number. The number is required if
-    a group with a sliding window has smaller blocks than all full-attention groups, unless `prompt` has as many tokens.
-    """
+    a group with a sliding window has smaller blocks than all full-attention groups, and `prompt` is not given or is
+    longer than the offer."""
     keep_offer: bool = False
-    """True: do not notify the producer at the end, because other requests will read the same offer. Call
-    `Runtime.release_blocks` after the last request; `Runtime.keep_leases` keeps the blocks until then."""
+    """True: do not notify the producer at the end, because other requests will read the same offer. Use
+    `Runtime.keep_leases`, so that the producer keeps the blocks, and call `Runtime.release_blocks` after the last
+    request."""
     again: GivenAgain = None
     """Async function that is awaited, within the deadline, when the producers of all tickets have failed. It gets the
     outcome of each attempt, and returns another ticket, for example from another prefill engine, or None. If it raises,
@@ -149,7 +150,7 @@ class Progress:
     """State of a load under way, as `async for` over the load yields it."""
 
     tokens: int
-    """Number of tokens, counted after the cached ones, that are in the local blocks of all groups. At the end it is
+    """Number of tokens, counted after the cached ones, that have landed in every group of layers. At the end it is
     `LoadReport.tokens`."""
     tokens_in_all: int
     """Number of tokens that the load reads."""
@@ -177,7 +178,8 @@ class LoadingStatistics:
 
     open_loads: int
     waiting_loads: int
-    """Open loads that wait because other loads already read from Limits.source_ranks_max ranks in total."""
+    """Open loads that wait for other loads to end, because all loads together may read from at most
+    Limits.source_ranks_max ranks. A rank counts once for each load."""
     waiting_reads: int
     """Reads that wait for a permit, because of the limits of Config (`in_flight_bytes_max` and others)."""
     in_flight: InFlight
@@ -185,7 +187,7 @@ class LoadingStatistics:
     peers: Mapping[str, PeerLoad]
     """Reads in flight and waiting reads of each rank, by the name of the rank's NIXL agent."""
     quarantines: int
-    """Loads that have ended while bytes may still land in their blocks."""
+    """Ended loads that have blocks in quarantine now, because bytes may still land in the blocks."""
     succeeded: int
     failed: int
     cancelled: int

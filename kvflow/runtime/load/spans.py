@@ -19,7 +19,10 @@ from kvflow.runtime.peers.peer import Source
 
 
 class SourcePart(NamedTuple):
-    """The chunks of tokens that one load reads from one layer set (layers of equal shape) of one rank."""
+    """The chunks of tokens that one load reads from one layer set of one rank.
+
+    A layer set is all layers of a group of layers that have blocks of the same shape.
+    """
 
     source: Source
     block_map: BlockMap
@@ -62,8 +65,8 @@ STOP_TOKEN = attrgetter("stop_token")
 class SpanQueue:
     """The blocks of one group of layers, which a load reads in prompt order, span after span, from one rank or several.
 
-    A span consists of whole units. A unit is a local block; if remote blocks are read whole, into scratch memory, it is
-    the smallest number of tokens that fills whole local and whole remote blocks.
+    A span consists of whole units. A unit is a number of tokens: as many as a local block has or, if remote blocks are
+    read whole, into scratch memory, the smallest number that fills whole local and whole remote blocks.
     """
 
     def __init__(
@@ -74,12 +77,12 @@ class SpanQueue:
         span_bytes_max: int,
         slot_bytes: int = 0,
     ) -> None:
-        """Make a queue with all spans still to take.
+        """Make a queue from which no span is taken yet.
 
         `parts`: chunks to read, by rank and layer set. `staging`: host blocks through which the group is read, if any.
-        `local_ids`: the local blocks; the last one holds the last token. `span_bytes_max`: bound that keeps one turn of
-        the event loop short. `slot_bytes`: size of a scratch buffer. If two units do not fit in a scratch buffer, or
-        one unit does not fit in the host blocks, no remote block is read whole.
+        `local_ids`: the local blocks; the last one holds the last token. `span_bytes_max`: maximum bytes of a span, so
+        that one span does not occupy the event loop for long. `slot_bytes`: size of a scratch buffer. If a scratch
+        buffer has no room for two units, or `staging` has no room for one unit, no remote block is read whole.
         """
         host_blocks = None if staging is None else staging.pool.size
         size = self._local_tokens = parts[0].block_map.local.block.tokens
@@ -111,9 +114,10 @@ class SpanQueue:
         self._end = -(-self.tokens.stop // size) * size
         """Position in the prompt after the end of the last local block."""
         self._next_token = self.landed_upto = self.tokens.start // size * size
-        """`_next_token`: position after all taken spans. `landed_upto`: position up to which all spans have landed."""
+        """Positions in the prompt. `_next_token`: start of the next span to take. `landed_upto`: all spans before this
+        position have landed."""
         self._landed: dict[int, int] = {}
-        """Spans that have landed although an earlier span has not: `stop_token` by `start_token`."""
+        """Spans that have landed although an earlier span has not: a dict of `stop_token`, keyed by `start_token`."""
 
     @property
     def done(self) -> bool:
@@ -156,7 +160,8 @@ class SpanQueue:
     def _span_stop(self, readable_tokens: int) -> int:
         """Return the end of the spans that may be taken when the first `readable_tokens` tokens are readable.
 
-        That is the end of the last whole unit, or of the queue if all of its tokens are readable.
+        That is the end of the last whole unit of readable tokens, or the end of the queue if all tokens of the queue
+        are readable.
         """
         return self._end if readable_tokens >= self.tokens.stop else readable_tokens // self._unit * self._unit
 
@@ -188,9 +193,9 @@ class SpanPlanner(Protocol):
     """Cuts a load into span queues, and plans the reads of each span: straight into the cache, or through buffers."""
 
     def span_queues(self, sources: Sequence[Source], tables: Sequence[BlockIds]) -> list[SpanQueue]:
-        """Return a queue for each group of layers and rank, or one queue for several ranks that fill the same buffer.
+        """Return the span queues of a load from `sources`: one for each pair of a local group of layers and a rank.
 
-        `tables`: the local blocks of each group.
+        Ranks that fill the same buffers share one queue for each group. `tables`: the local blocks of each group.
         """
         ...
 

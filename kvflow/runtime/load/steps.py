@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from kvflow.runtime.assembly import RegisteredCache
 
 ReadBlocks: TypeAlias = Callable[[Load, Flight, Plan], Awaitable[bool]]
-"""Function that reads a load's blocks: directly, through buffers, while they are computed, or with a comparison of
-digests. Awaiting its result gives True if the leases covered the whole read."""
+"""Function that reads a load's blocks in one of four ways: straight into the cache, through buffers, while the producer
+computes the blocks, or with a comparison of digests. Awaiting its result gives True if the leases covered all reads."""
 
 _LEASE_ENDED = "the lease has ended (expired, revoked, or read by all its readers): compute the prompt again"
 _PAST_DEADLINE = "the read ended later than the producer surely holds the blocks: compute the prompt again"
@@ -131,7 +131,7 @@ async def _wait_for_admission(cache: RegisteredCache, load: Load) -> None:
     """Wait for the request's device event `after`, then for a free slot in host memory for the seal of each rank.
 
     Overloaded if too many loads wait for slots. RequestError if the load reads from more ranks than there are slots.
-    The connections are held meanwhile, so none is removed.
+    During the waits, hold the load's connections, so that their agents stay in the transport.
     """
     request, slots, waiting_max = load.request, cache.resources.seal_slots, cache.config.loads_waiting_max
     ranks, ranks_max = len(load.sources), cache.config.limits.source_ranks_max
@@ -157,7 +157,10 @@ async def _wait_for_admission(cache: RegisteredCache, load: Load) -> None:
 
 
 def _read(cache: RegisteredCache, load: Load, flight: Flight, plan: Plan, sources: Sequence[Source]) -> Awaitable[bool]:
-    """Choose how to read the load's blocks, and begin to. Return an awaitable: True if the leases covered all reads."""
+    """Choose how to read the load's blocks, and return an awaitable that reads them.
+
+    Awaiting it gives True if the leases covered all reads.
+    """
     ticket, verify = load.ticket, load.request.verify
     if plan.block_pairs:
         load.enter_phase("wire")
@@ -254,8 +257,8 @@ def _reads_directly(cache: RegisteredCache, connection: Connection) -> bool:
 def may_use_scratch(cache: RegisteredCache, block_map: BlockMap) -> bool:
     """Return whether a peer's blocks may be read into scratch memory first, and then copied into the cache.
 
-    True if a block would otherwise be read in several pieces, or if Config.scratch is "always"; never for opaque
-    blocks, or if scratch memory is off.
+    True if a block would otherwise be read in several pieces, or if Config.scratch is "always". False if scratch memory
+    is off, or if the bytes of the blocks are not plain values (`BlockMap.opaque`).
     """
     if block_map.opaque or not cache.scratch:
         return False
@@ -264,16 +267,20 @@ def may_use_scratch(cache: RegisteredCache, block_map: BlockMap) -> bool:
 
 
 def read_directly(cache: RegisteredCache, load: Load, flight: Flight, plan: Plan) -> Awaitable[bool]:
-    """Read the load straight into the cache. Return an awaitable: True if the leases covered all reads."""
+    """Return an awaitable that reads the load straight into the cache.
+
+    Awaiting it gives True if the leases covered all reads.
+    """
     return flight.read_all(direct_reads(cache, plan.sources, flight.seal_piece))
 
 
 def direct_reads(
     cache: RegisteredCache, sources: Sequence[Source], seal_piece_of: SealPieceOf | None
 ) -> Iterator[Read]:
-    """Yield the reads of all `sources`, one of each rank in turn, so that all ranks are busy.
+    """Yield the reads of all `sources`, taking one from each rank in turn, so that all ranks are busy.
 
-    With `seal_piece_of`, the first read from each rank also fetches the rank's seal, unless that is done already.
+    With `seal_piece_of`, the first read from each rank also fetches the rank's seal, if one read can fetch both
+    (`Connection.carries_seals`) and no fetch of the seal was posted before.
     """
     if len(sources) == 1:
         yield from reads_of_chunks(cache, sources[0], sources[0].chunks, seal_piece_of)
@@ -293,9 +300,11 @@ def reads_of_chunks(
     chunks: Mapping[BlockMap, Iterable[Chunks]],
     seal_piece_of: SealPieceOf | None = None,
 ) -> Iterator[Read]:
-    """Yield the reads of `chunks` from the rank `source`, each within the limits of a slice.
+    """Yield the reads of `chunks` from the rank `source`.
 
-    With `seal_piece_of`, the first read also fetches the rank's seal, unless that is done already.
+    Each read has at most Limits.slice_bytes_max bytes and Limits.slice_descriptors_max descriptors. With
+    `seal_piece_of`, the first read also fetches the rank's seal, if one read can fetch both
+    (`Connection.carries_seals`) and no fetch of the seal was posted before.
     """
     limits, head = cache.config.limits, None
     if seal_piece_of is not None and source.connection.carries_seals and not source.proof.fetch_posted:

@@ -53,9 +53,9 @@ class FirstContacts:
     ) -> T:
         """Wait for a turn to ask the never-connected `peer`, then await `question()` and return its result.
 
-        `on_turn` is called with the granted turn before the question. Overloaded if no turn is granted within
-        Config.handshake_timeout_s; PeerUnreachable if `peer` is silent for `first_contact_timeout_s` while other peers
-        wait for a turn. If cancelled, give up the turn or the position in the queue.
+        `on_turn` is called before the question, with the Contact that has the turn. Overloaded if the contact gets no
+        turn within Config.handshake_timeout_s; PeerUnreachable if `peer` is silent for `first_contact_timeout_s` while
+        other peers wait for a turn. If cancelled, give up the turn or the position in the queue.
         """
         loop = asyncio.get_running_loop()
         contact = self._contacts.request_turn(loop.time())
@@ -85,7 +85,7 @@ class FirstContacts:
     def end_overdue(self) -> None:
         """If a new peer waits to be asked, end one first contact that has taken too long or is no longer wanted.
 
-        Called by a timer, and whenever a handshake has lost its last waiting load.
+        Called by a timer, and when the last load that waited for a handshake has stopped waiting.
         """
         now_s = asyncio.get_running_loop().time()
         leaving = self._contacts.preempt_one(now_s)

@@ -91,8 +91,9 @@ class Handshakes:
 class Agents:
     """The remote agents in the transport, by name. Each agent is open, being added, or being removed.
 
-    Each incarnation of a remote rank's cache has its own agent. An agent is removed once no `Peer` has its connection
-    (two addresses may lead to one rank) and no load holds the connection, and can be added again only after that.
+    Each incarnation of a remote rank's cache has its own agent. Several `Peer` objects may share the connection of one
+    agent, because several addresses may lead to one rank. An agent is removed once no peer has its connection and no
+    load holds the connection. The agent can be added again only after its removal has ended.
     """
 
     def __init__(self, cache: RegisteredCache) -> None:
@@ -104,7 +105,7 @@ class Agents:
     async def find_open(self, agent: AgentName) -> Connection | None:
         """Wait until `agent` is not being added or removed, and return its open connection.
 
-        None if the agent is not in the transport: the caller may then `add` it, without another await in between.
+        None if the agent is not in the transport. The caller may then call `add`, if it awaits nothing before that.
         """
         while (change := self._changing.get(agent)) is not None:
             await asyncio.wait([change])
@@ -258,9 +259,10 @@ def _difference(name: str, ours: object, theirs: object) -> list[str]:
 
 
 def _opaque_block_text(regions: Regions, kv_format: str) -> str:
-    """Return a text that describes the shape of opaque blocks, or of blocks that can be split by head only.
+    """Return a text that describes the shape of opaque blocks: blocks of bytes that are not plain values.
 
-    Two ranks can exchange these blocks only if both compute the same text.
+    Two ranks can exchange opaque blocks only if both compute the same text. If the blocks can be read head by head, the
+    text leaves out the number of heads, so that this number may differ.
     """
     tokens, heads, run, *strides = regions.block
     parts = " and ".join(regions.parts)

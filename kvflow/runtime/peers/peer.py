@@ -42,10 +42,11 @@ _DIGESTS_AT_ONCE_MAX = 4  # half of what a producer accepts from one reader by d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalRank:
-    """Description of this rank, which it sends to peers and compares with their descriptions.
+    """Description of this rank, which is sent to peers and compared with the descriptions of peers.
 
-    `cache_shares` and `regions` have one entry for each set of layers of the same shape. `reader`: this rank's agent
-    name. `caller`: its side channel address.
+    `reader`: name of this rank's own agent. `caller`: this rank's engine, rank and side channel address, which its
+    handshakes give to peers. `cache_shares` (which layers this rank has) and `regions` (the memory of these layers)
+    have one entry for each set of layers of the same shape.
     """
 
     reader: str
@@ -81,9 +82,10 @@ class Connection:
         """By group: True if the group's blocks hold a prompt from the first token on (no sliding window, no recurrent
         state)."""
         self.block_maps = block_maps = tuple(_block_maps(metadata, local, regions))
-        """Block maps, one for each pair of a local and a remote set of layers that have layers in common.
+        """Block maps, one for each pair of a local and a remote set of layers that have layers and heads in common.
 
-        A block map says which bytes of a remote block go where in a local block. Empty if loads only notify this peer.
+        A block map says which bytes of a remote block go where in a local block. If there is none, loads read nothing
+        from this peer, and at most notify it.
         """
         self.report_share = topology.report_share(local.cache_shares, metadata.cache_shares)
         self.staged = metadata.staged
@@ -102,15 +104,14 @@ class Connection:
         self.unused: asyncio.Event | None = None
         """Set when `users` becomes 0; None until a task first waits for that."""
         self.complete_with: Sequence[Connection] = ()
-        """Connections to the ranks of the last load, this one first, if these ranks have all local layers.
-
-        Another load over the same connections need not check the layers again.
+        """Connections of the last load of which this connection was the first. Together their ranks have all local
+        layers, so another load over the same connections need not check that again.
         """
         self.reads_directly: bool | None = None
         """True if every read from the peer goes straight into the cache, without buffers; None until computed."""
         self.region_map: RegionMap | None = None
-        """Mapping of remote to local regions, with which `match_few` plans small loads fast; None if `match_few`
-        cannot."""
+        """Mapping of remote to local regions for the fast planner of small loads (`match_few`); None if that planner
+        cannot be used for this peer."""
 
     def __repr__(self) -> str:
         return f"<Connection {self.agent}, {counted(self.users, 'load')}>"
@@ -166,9 +167,10 @@ class Peer:
         self.leases_kept = 0
         """Number of the peer's leases that this rank renews now. Above 0 the peer is not evicted as unused."""
         self.tried_incarnations: set[str] = set()
-        """Incarnations already asked for: the last connection's, and those for which a handshake was tried since then.
+        """The incarnation of the last connection, and the incarnations in tickets that led to handshakes after that.
 
-        For a ticket of any other incarnation the peer is asked once, even during a back-off.
+        A ticket of any other incarnation shows that the peer has restarted, and leads to one handshake even during a
+        back-off.
         """
         self.past_incarnations: deque[str] = deque(maxlen=INCARNATIONS_MAX)
         self.questions = asyncio.Semaphore(_QUESTIONS_AT_ONCE_MAX)
@@ -196,8 +198,9 @@ class Peer:
     def usable_connection(self, incarnation: str | None) -> Connection | None:
         """Return the connection to use for a ticket of `incarnation`, or None if a handshake is needed first.
 
-        A handshake is needed if there is no connection, or if `incarnation` is neither the connection's nor a past one.
-        A ticket of a past incarnation gets the connection as it is, since its load fails in any case.
+        A handshake is needed if there is no connection, or if `incarnation` is new: neither the connection's
+        incarnation nor one of `past_incarnations`. A past incarnation needs no handshake, because a load with a ticket
+        of that incarnation fails in any case.
         """
         if self.connection is None or incarnation is None or incarnation in self.past_incarnations:
             return self.connection
@@ -220,7 +223,7 @@ class Source:
     tables: Sequence[BlockIds] = ()
     """Block ids on the producer that the lease offers, one table for each group; empty if no block is read."""
     chunks: dict[BlockMap, list[Chunks]] = field(default_factory=dict)
-    """Chunks to read, by block map. A chunk is the tokens of one block on the side with the smaller blocks."""
+    """Chunks to read, keyed by block map. A chunk has as many tokens as the smaller of a local and a remote block."""
     seal_slot: int = -1
     """Index of the local slot into which the lease's seal is read; -1 until a slot is taken."""
 
@@ -330,13 +333,12 @@ def check_parallelism(ticket: Ticket, peer: Peer, connection: Connection) -> Non
 def peer_to_evict(peers: Collection[Peer], *, asked_before_s: float, used_before_s: float) -> Peer | None:
     """Return the peer to evict to make room for a new peer, or None if none may be evicted.
 
-    Choose the first that exists:
+    Choose by the first of these rules that yields a peer:
     1. the oldest peer that was never connected and has no handshake under way;
-    2. a peer that was never connected and has a handshake that no load waits for, or that began before
-       `asked_before_s`;
-    3. the least recently used disconnected peer;
-    4. the least recently used connected peer that is not busy and was last used by `used_before_s`. More recent peers
-       stay, since a load may be about to hold the connection.
+    2. a peer that was never connected, with a handshake that began before `asked_before_s`, or for which no load waits;
+    3. the least recently used disconnected peer that was connected before and is not busy;
+    4. the least recently used connected peer that is not busy and was not used after `used_before_s`. A peer that was
+       used later stays, because a load may be about to hold its connection.
     """
     never_met = [peer for peer in peers if not peer.was_connected]
     asked = ((one, one.handshake) for one in never_met if one.handshake)

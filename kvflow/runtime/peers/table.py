@@ -139,9 +139,10 @@ class Peers:
 
         `incarnation`: the one that a ticket names; None for any. If this rank does not know that incarnation, shake
         hands in any case, since the peer may have restarted. `request_id`: sent to the peer, since a draining peer
-        accepts only requests with an open lease. If cancelled, stop waiting. The handshake goes on, unless the peer was
-        never connected, no load waits for the handshake, and either the handshake has no turn yet, or another new peer
-        needs the turn.
+        accepts only requests with an open lease.
+
+        If cancelled, stop waiting; the handshake goes on. The exception is a handshake with a never-connected peer, for
+        which no load waits. It is cancelled if it has no turn yet, or once another new peer waits for a turn.
         """
         while True:
             if peer.state is PeerState.CLOSED:  # evicted while its rank took long to answer
@@ -167,9 +168,9 @@ class Peers:
                 self._note_waiters(peer, handshake)
 
     async def ask_once(self, peer: Peer, question: messages.ReaderRequest) -> messages.LeaseAnswer:
-        """Ask `peer` about a lease and return the answer. The `question` must not ask the peer to hold back the answer.
+        """Ask `peer` about a lease and return the answer. If the peer does not answer, drop its connection.
 
-        If the peer does not answer, drop its connection.
+        The peer has to answer `question` immediately: a LeaseRequest must have `wait_s` 0.
         """
         connection = peer.connection
         async with peer.questions:
@@ -188,8 +189,9 @@ class Peers:
     ) -> messages.LeaseAnswer:
         """Repeat `question`, about a lease, until the state in the answer is not WAITING, and return that answer.
 
-        At loop time `give_up_s` return the last answer even if its state is WAITING. PeerUnreachable if the last
-        question, or three in a row, got no answer.
+        `give_up_s`: time, by the event loop's clock, at which to return the last answer even if its state is WAITING.
+        If a question gets no answer, ask again. PeerUnreachable if three questions in a row, or the last question
+        before `give_up_s`, get none.
         """
         loop, pause_s, unreachable = asyncio.get_running_loop(), _FIRST_PAUSE_S, 0
         while True:
@@ -270,7 +272,7 @@ class Peers:
             self._disconnect(peer, "back_off" if waits else "break", why)
 
     def on_goodbye(self, goodbye: messages.Goodbye) -> None:
-        """Drop the connection to the rank that sent `goodbye`, unless it is a connection to another incarnation."""
+        """Drop the connection to the rank that sent `goodbye`, if the connection is to the incarnation in `goodbye`."""
         for peer in self.by_address.values():
             connection = peer.connection
             if peer.at[:2] == goodbye.sender[:2] and connection and connection.incarnation == goodbye.incarnation:
@@ -348,9 +350,9 @@ class Peers:
     ) -> None:
         """Shake hands with `peer` and set the result or error of `handshake.future`.
 
-        Task `kvflow-handshake <address>`: begun by the first load that needs a peer. It ends with the answer, at the
-        latest `handshake_timeout_s` after its turn. It ends earlier if no load waits for the handshake and another
-        first contact needs the turn. Waiting loads get the task's error.
+        Task `kvflow-handshake <address>`: begun by the first load that needs a peer. It ends when the peer answers,
+        or `handshake_timeout_s` after the peer was asked. If no load waits for the handshake, and another new peer
+        waits to be asked, the task ends earlier. Waiting loads get the task's error.
         """
         try:
             shake_hands = partial(self.handshakes.connect, peer, request_id)
@@ -383,8 +385,8 @@ class Peers:
     def _note_waiters(self, peer: Peer, handshake: Handshake) -> None:
         """Called after a load has stopped waiting for `handshake`. If no other load waits, let the handshake end early.
 
-        A handshake that waits for its turn as a first contact is cancelled. Any other ends early only if another first
-        contact needs the turn.
+        If the peer was never connected, and the handshake still waits for its turn as a first contact, cancel the
+        handshake. If the handshake has a turn, let it end as soon as another new peer waits for a turn.
         """
         if handshake.waiters or handshake.future.done():
             return
@@ -402,8 +404,8 @@ class Peers:
     def _set_connection(self, peer: Peer, connection: Connection, incarnation: str | None) -> None:
         """Make `connection` the current connection of `peer`, after a handshake.
 
-        `incarnation`: the one in the ticket that led to the handshake. It and the previous connection's incarnation
-        then count as past ones, unless they are the incarnation of `connection`.
+        `incarnation`: the one in the ticket that led to the handshake. The previous connection's incarnation and the
+        ticket's incarnation become past ones, except one that is also the incarnation of `connection`.
         """
         before, past = peer.connection, peer.past_incarnations
         others = {incarnation, before.incarnation if before else None} - {None, connection.incarnation}
@@ -440,7 +442,7 @@ class Peers:
     def _count_failure(self, peer: Peer, after: Callable[..., Circuit]) -> float:
         """Count a failure of `peer` and return its back-off in seconds.
 
-        `after`: `after_failed_handshake` or `after_failed_read` of `core.policy.circuit`.
+        `after`: function that computes the peer's next circuit, either `after_failed_handshake` or `after_failed_read`.
         """
         now_s, chance = self._clock.now_s(), int(self._token_hex(4), 16) / (1 << 32)
         peer.circuit = after(peer.circuit, self._back_off, now_s=now_s, chance=chance)
@@ -451,9 +453,9 @@ class Peers:
         return [peer for peer in self.by_address.values() if peer.connection is connection]
 
     def _disconnect(self, peer: Peer, event: PeerEvent, why: str) -> None:
-        """Drop the connection of `peer`, if it has one, and fire `event` in the peer's state table.
+        """Drop the connection of `peer`, if it has one, and change the peer's state by `event` (see `PEER_TABLE`).
 
-        While a handshake is under way the state does not change: the handshake's outcome will set it.
+        While a handshake is under way, leave the state as it is, because the handshake's outcome will change the state.
         """
         connection, peer.connection = peer.connection, None
         if peer.handshake is None:

@@ -65,7 +65,7 @@ def _compare_layers(
     """Compare `ours`, the layers of this rank, with `stages`, the layers of each pipeline stage of a producer.
 
     Return (text that names missing layers, or ""; draft model layers that only this rank has; draft model layers that
-    only the producer has). The last is empty unless `whole`: this rank has all layers of its engine.
+    only the producer has). `whole`: this rank has all layers of its engine. If not, the third result is empty.
     """
     left_out = topology.layers_left_out(ours, [layer for layers in stages for layer in layers])
     of_ours = left_out & {*ours}
@@ -96,10 +96,10 @@ class TicketResolver:
         self._layers = topology.layers_of(local.cache_shares)
         self._peers = peers
         self.list_offset = zlib.crc32(local.reader.encode())
-        """Number from which this rank computes where to start in a list of engines. Each incarnation of a rank has its
-        own.
+        """Number that decides at which engine of a list this rank begins, when it contacts all engines of the list.
 
-        So ranks that start together do not all contact the same engine first.
+        The number differs between ranks and incarnations, so ranks that start together do not all contact the same
+        engine first.
         """
         self._plans: BoundedMap[tuple[Parallelism, int], RankPlan] = BoundedMap(_PLANS_MAX)
         self._warned_of_drafts: BoundedMap[tuple[str, str], None] = BoundedMap(_PLANS_MAX)
@@ -213,8 +213,8 @@ class TicketResolver:
     async def ask_about_lease(self, ticket: Ticket, peer: Peer) -> messages.LeaseAnswer:
         """Ask the producer rank `peer` for the lease of the ticket's request, and return the answer.
 
-        While the lease is not open yet, ask again, until `limits.lease_wait_s` after the call: the rank holds back
-        further answers until the lease is open.
+        While the lease is not open yet, ask again, until `limits.lease_wait_s` after the call. The rank delays each
+        further answer until the lease is open, but at most some seconds.
         """
         self._peers.check_back_off(peer, None)
         give_up_s = asyncio.get_running_loop().time() + self._config.limits.lease_wait_s
@@ -276,8 +276,8 @@ class TicketResolver:
     def addresses_of(self, ticket: Ticket) -> list[Address]:
         """Compute, without asking any rank, the addresses of the ranks that a load with a checked ticket may need.
 
-        Once connected, a rank may turn out to share no layer with this rank. The list is empty if the ticket's engine
-        is not compatible. RequestError if the ticket is impossible or an address cannot be derived.
+        The list may have ranks that share no layer with this rank, which only a connection shows. The list is empty if
+        the ticket's engine is not compatible. RequestError if the ticket is impossible or an address cannot be derived.
         """
         ranks = self.ranks_of(ticket.parallelism, ticket.dp_rank, f"ticket of request {ticket.request_id!r}")
         return [Address(ticket.engine_id, rank, ticket.address_of(rank)) for rank in ranks]
@@ -349,8 +349,8 @@ class TicketResolver:
     async def check_compatible(self, ticket: Ticket) -> None:
         """Raise PeerIncompatible if an engine with the ticket's parallelism cannot fill this rank's cache.
 
-        Before that, connect the first rank that the ticket names: if the handshake fails, the handshake's error lists
-        all differences between the engines.
+        Before raising, connect the first rank that the ticket names. If that handshake fails, raise its error in place
+        of this one, because it lists all differences between the engines.
         """
         plan = self._plan(ticket.parallelism, ticket.dp_rank)
         if plan.problems and not plan.impossible:  # `addresses_of` refuses what is impossible
