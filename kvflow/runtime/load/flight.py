@@ -242,7 +242,7 @@ class Flight:
             self.nudge()
 
     async def wait_until_below(self, count: int, *, copies_beside: int = 0) -> None:
-        """Wait until fewer than `count` reads and copies are under way, not counting `copies_beside` of the copies.
+        """Wait until fewer than `count` reads and copies are under way. Of the copies, `copies_beside` do not count.
 
         If the flight has failed, wait until all have stopped, then raise its error.
         """
@@ -310,9 +310,9 @@ class Flight:
         return all(source.proof.judge_after_read(None) is ProofStep.FRESH for source in sources)
 
     async def _post_group(self, group: CopyGroup) -> bool:
-        """Post the reads of `group`. Before each, wait until fewer than `FlightResources.reads_max` are under way.
+        """Post the reads of `group`, one after another. If a lease has ended, post no further read, and return False.
 
-        If a lease has ended, post no further read, and return False.
+        Before each read, wait until fewer than `FlightResources.reads_max` reads are under way.
         """
         group_state = _GroupState(group)
         begun = False

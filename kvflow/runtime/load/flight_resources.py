@@ -75,8 +75,8 @@ class Poller:
     async def run(self) -> None:
         """Dispatch the transport's events until this task is cancelled. TransportBroken if the transport breaks.
 
-        Task `kvflow-poller`: one for each registration, which cancels the task at its end. If the task ends earlier,
-        flights with posted reads get TransportBroken, and the runtime breaks.
+        Task `kvflow-poller`: one for each registration; the end of the registration cancels the task. If the task ends
+        earlier, flights with posted reads get TransportBroken, and the runtime breaks.
         """
         try:
             await self._transport.run(self._dispatch)

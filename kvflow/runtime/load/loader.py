@@ -307,8 +307,8 @@ class Loader:
     def _note_never_read(self, engine_id: str, why: str) -> None:
         """Count a failed load, unless a load has read from that engine before. At `NEVER_READ_AT`, log a warning.
 
-        If a router sends each failed request to another engine, its caller sees no error, but the prompt takes long.
-        Then only this warning says why.
+        If a router sends failed requests to another engine, their callers see no errors, only that prompts take long.
+        This warning says why.
         """
         if self._cache.peers.has_delivered(engine_id):
             self._never_read.pop(engine_id, None)

@@ -21,7 +21,7 @@ from kvflow.runtime.peers.peer import Source
 class SourcePart(NamedTuple):
     """The chunks of tokens that one load reads from one layer set of one rank.
 
-    A layer set is all layers of a group of layers that have blocks of the same shape.
+    A layer set is the layers of one group that have blocks of the same shape.
     """
 
     source: Source

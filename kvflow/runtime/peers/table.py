@@ -141,8 +141,8 @@ class Peers:
         hands in any case, since the peer may have restarted. `request_id`: sent to the peer, since a draining peer
         accepts only requests with an open lease.
 
-        If cancelled, stop waiting; the handshake goes on. The exception is a handshake with a never-connected peer, for
-        which no load waits. It is cancelled if it has no turn yet, or once another new peer waits for a turn.
+        If cancelled, stop waiting; the handshake goes on. But if the peer was never connected, and no other load waits
+        for the handshake, it is cancelled if the peer was not asked yet, or once another new peer waits to be asked.
         """
         while True:
             if peer.state is PeerState.CLOSED:  # evicted while its rank took long to answer

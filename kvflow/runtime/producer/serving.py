@@ -299,7 +299,10 @@ class Serving:
         await self._all_ended.wait()
 
     def close(self) -> None:
-        """Revoke all open leases. Refuse waiting questions about requests without a lease, and all later ones."""
+        """Revoke all open leases, and refuse the questions of readers about leases that are not open yet.
+
+        These are the questions that wait now, and later ones.
+        """
         self.lease_answers.refuse_questions("it is closing, or its cache is being unregistered")
         for entry in list(self._open_leases):
             self._end_lease(entry, "revoke")
