@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import kvflow
 from disaggregated.engines import ANSWER_TIMEOUT_S, EngineProcesses
-from disaggregated.messages import DecodeRequest, Generate, PrefillRequest
+from disaggregated.messages import AnswerRequest, Generate
 from disaggregated.worker import Loaded
 
 
@@ -33,19 +33,12 @@ async def hand_over(
     show: Callable[[int], None] | None = None,
 ) -> HandOver:
     """Answer the prompt with two engines. Call `show` with each token as it arrives."""
-    asked = PrefillRequest(request_id=request_id, prompt=prompt, deadline_s=ANSWER_TIMEOUT_S)
-    async with aclosing(prefill.call(asked)) as offered:
+    request = AnswerRequest(request_id=request_id, prompt=prompt, max_tokens=max_tokens, deadline_s=ANSWER_TIMEOUT_S)
+    async with aclosing(prefill.call(request.prefill_request())) as offered:
         # Each rank of the prefill engine offers its part of the cache; the decode engine gets one ticket for all parts.
         ticket = kvflow.merge_tickets([kvflow.Ticket.from_params(ticket) for ticket in await anext(offered)])
-        request = DecodeRequest(
-            request_id=request_id,
-            ticket=ticket.to_params(),
-            prompt_count=len(prompt),
-            max_tokens=max_tokens,
-            deadline_s=ANSWER_TIMEOUT_S,
-        )
         token_ids: list[int] = []
-        async with aclosing(decode.call(request)) as answers:
+        async with aclosing(decode.call(request.decode_request(ticket.to_params()))) as answers:
             loaded = await anext(answers)
             async for tokens in answers:
                 token_ids.append(decode.common(tokens))

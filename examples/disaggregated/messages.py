@@ -11,6 +11,7 @@ not through the router.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Self
 
@@ -83,6 +84,36 @@ class DecodeRequest(Message, frozen=True, kw_only=True):
     deadline_s: Seconds
     sampling: Sampling = GREEDY
     """Sampling parameters, equal to those of the PrefillRequest, with which the first token was chosen."""
+
+
+class AnswerRequest(Message, frozen=True, kw_only=True):
+    """A request for a whole answer, which one worker prefills and another one decodes."""
+
+    request_id: str
+    prompt: TokenIds
+    max_tokens: Count
+    deadline_s: Seconds
+    sampling: Sampling = GREEDY
+
+    def prefill_request(self, neighbours: Sequence[str] = ()) -> PrefillRequest:
+        return PrefillRequest(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            deadline_s=self.deadline_s,
+            sampling=self.sampling,
+            neighbours=list(neighbours),
+        )
+
+    def decode_request(self, ticket: dict[str, Any] | None = None) -> DecodeRequest:
+        """Return the request to a decode worker. `ticket` is the prefill worker's."""
+        return DecodeRequest(
+            request_id=self.request_id,
+            ticket=ticket or {},
+            prompt_count=len(self.prompt),
+            max_tokens=self.max_tokens,
+            deadline_s=self.deadline_s,
+            sampling=self.sampling,
+        )
 
 
 class FailureKind(StrEnum):

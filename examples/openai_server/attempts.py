@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from disaggregated.messages import DecodeRequest, Failure, FailureKind, PrefillRequest, Step
-from paged_engine import GREEDY, Sampling
+import msgspec
+from disaggregated.messages import AnswerRequest, Failure, FailureKind, Step
 
 from openai_server.failures import STATUS
 
@@ -35,72 +34,46 @@ class AttemptError(Exception):
         self.worker = worker
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Prompt:
-    """One request as the router sees it. `deadline` is a time of the event loop's clock."""
-
-    id: str
-    token_ids: Sequence[int]
-    max_tokens: int
-    deadline: float
-    sampling: Sampling = GREEDY
-
-    @property
-    def remaining_s(self) -> float:
-        return max(self.deadline - asyncio.get_running_loop().time(), 0.001)
-
-    def prefill_request(self, request_id: str, neighbours: Sequence[str] = ()) -> PrefillRequest:
-        """Return the request of one attempt to a prefill worker."""
-        return PrefillRequest(
-            request_id=request_id,
-            prompt=list(self.token_ids),
-            deadline_s=self.remaining_s,
-            sampling=self.sampling,
-            neighbours=list(neighbours),
-        )
-
-    def decode_request(self, request_id: str, offered: dict[str, Any] | None = None) -> DecodeRequest:
-        """Return the request of one attempt to a decode worker. `offered` is the prefill worker's ticket."""
-        return DecodeRequest(
-            request_id=request_id,
-            ticket=offered or {},
-            prompt_count=len(self.token_ids),
-            max_tokens=self.max_tokens,
-            deadline_s=self.remaining_s,
-            sampling=self.sampling,
-        )
-
-
-Attempt = Callable[[str, Prompt, set[Hashable]], AsyncGenerator[Step, None]]
+Attempt = Callable[[AnswerRequest, set[Hashable]], AsyncGenerator[Step, None]]
 """A function that makes one attempt, and yields its steps.
 
-It gets a request id that no other attempt has, the prompt, and the workers to avoid.
+It gets the request with an id that no other attempt has, and the workers to avoid.
 """
 
 
-async def answer(prompt: Prompt, attempt: Attempt, retried: Callable[[str], None]) -> AsyncGenerator[Step, None]:
+async def answer(
+    request: AnswerRequest, attempt: Attempt, retried: Callable[[str], None]
+) -> AsyncGenerator[Step, None]:
     """Make attempts until one gives a step, and yield its steps. Raises AttemptError.
 
     `retried` is called with the kind of each failure after which another attempt is made.
     """
+    deadline = asyncio.get_running_loop().time() + request.deadline_s
     avoid: set[Hashable] = set()
     for number in range(1, ATTEMPTS_MAX + 1):
         # Each attempt has its own request id, because blocks of an earlier attempt may still be on offer.
-        async with aclosing(attempt(f"{prompt.id}-{number}-{secrets.token_hex(16)}", prompt, avoid)) as steps:
+        this = renamed(request, f"{request.request_id}-{number}-{secrets.token_hex(16)}", deadline)
+        async with aclosing(attempt(this, avoid)) as steps:
             try:
-                step = await await_before(prompt.deadline, anext(steps))
+                step = await await_before(deadline, anext(steps))
             except AttemptError as error:
                 if number == ATTEMPTS_MAX or not STATUS[error.failure.kind].retry:
                     raise
-                logger.info("request %s, attempt %s: %s", prompt.id, number, error)
+                logger.info("request %s, attempt %s: %s", request.request_id, number, error)
                 retried(error.failure.kind)
                 avoid.add(error.worker)
                 continue
             yield step
             while step.finish_reason is None:
-                step = await await_before(prompt.deadline, anext(steps))
+                step = await await_before(deadline, anext(steps))
                 yield step
             return
+
+
+def renamed(request: AnswerRequest, request_id: str, deadline: float) -> AnswerRequest:
+    """Return the request with another id, and with the time that is left to `deadline`, a time of the loop's clock."""
+    remaining_s = max(deadline - asyncio.get_running_loop().time(), 0.001)
+    return msgspec.structs.replace(request, request_id=request_id, deadline_s=remaining_s)
 
 
 async def await_before(deadline: float, result: Awaitable[Result]) -> Result:

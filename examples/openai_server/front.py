@@ -16,7 +16,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from disaggregated.messages import Failure, FailureKind, Step
+from disaggregated.messages import AnswerRequest, Failure, FailureKind, Step
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from paged_engine.tokenizer import ChatTokenizer
@@ -24,7 +24,7 @@ from paged_engine.weights import MODEL_NAME
 from starlette import exceptions
 
 from openai_server.answer_text import AnswerText
-from openai_server.attempts import Attempt, AttemptError, Prompt, answer, await_before
+from openai_server.attempts import Attempt, AttemptError, answer, await_before, renamed
 from openai_server.failures import STATUS
 from openai_server.http_io import BodyLimit, ClientGoneError, LiveStream, run_until_disconnect
 from openai_server.metrics import FrontMetrics, add_metrics
@@ -58,17 +58,17 @@ class Front:
         """
         began_s = time.monotonic()
         replies = Replies(chat=isinstance(request, ChatRequest))
-        prompt = await run_until_disconnect(http, self._prompt(replies.id, request))
-        steps = answer(prompt, self.attempt, lambda kind: self.metrics.retries.labels(kind).inc())
+        asked = await run_until_disconnect(http, self._answer_request(replies.id, request))
+        steps = answer(asked, self.attempt, lambda kind: self.metrics.retries.labels(kind).inc())
         if not request.stream:
             text = await run_until_disconnect(http, self._text(steps, AnswerText(self.tokenizer, request.stop)))
             self.metrics.requests.labels("ok").inc()
             assert text.finish_reason is not None, "an answer that is not whole is an error"
-            usage = usage_of(len(prompt.token_ids), text.token_count)
+            usage = usage_of(len(asked.prompt), text.token_count)
             return json_reply(replies.whole(text.text, text.finish_reason, usage))
-        first = await run_until_disconnect(http, await_before(prompt.deadline, anext(steps)))
+        first = await run_until_disconnect(http, _first(steps))
         self.metrics.first_token.observe(time.monotonic() - began_s)
-        events = self._events(first, steps, replies, request, len(prompt.token_ids))
+        events = self._events(first, steps, replies, request, len(asked.prompt))
         return LiveStream(events, steps, media_type="text/event-stream")
 
     async def _text(self, steps: AsyncGenerator[Step, None], text: AnswerText) -> AnswerText:
@@ -80,20 +80,22 @@ class Front:
                     break
         return text
 
-    async def _prompt(self, answer_id: str, request: GenerationRequest) -> Prompt:
-        deadline = asyncio.get_running_loop().time() + min(request.deadline_s or self.deadline_s, self.deadline_s)
+    async def _answer_request(self, answer_id: str, request: GenerationRequest) -> AnswerRequest:
+        """Return the request to the workers. Tokenizing counts towards the deadline, too."""
+        deadline_s = min(request.deadline_s or self.deadline_s, self.deadline_s)
+        deadline = asyncio.get_running_loop().time() + deadline_s
         if request.model != MODEL_NAME:
             message = f"model {request.model!r} does not exist here; this server has {MODEL_NAME!r}"
             raise refusal(message, param="model", http=404, code="model_not_found")
         assert isinstance(request, ChatRequest | CompletionRequest)
-        token_ids = await await_before(deadline, asyncio.to_thread(self._encode, request))
-        return Prompt(
-            id=answer_id,
-            token_ids=token_ids,
+        asked = AnswerRequest(
+            request_id=answer_id,
+            prompt=await await_before(deadline, asyncio.to_thread(self._encode, request)),
             max_tokens=request.token_limit,
-            deadline=deadline,
+            deadline_s=deadline_s,
             sampling=request.sampling_with_seed(),
         )
+        return renamed(asked, answer_id, deadline)
 
     def _encode(self, request: ChatRequest | CompletionRequest) -> list[int]:
         """Return the prompt's tokens. Runs in a thread, because it may take long. Raises HTTPException."""
@@ -145,6 +147,10 @@ class Front:
             yield _event(_reply_of(failed.failure, None))
         finally:
             self.metrics.requests.labels(outcome).inc()
+
+
+async def _first(steps: AsyncGenerator[Step, None]) -> Step:
+    return await anext(steps)
 
 
 def _require_length(param: str, at_least: int) -> None:

@@ -18,10 +18,10 @@ from typing import Any
 
 import aiohttp
 import msgspec
-from disaggregated.messages import DecodeRequest, Failure, FailureKind, Offered, PrefillRequest, Step
+from disaggregated.messages import AnswerRequest, DecodeRequest, Failure, FailureKind, Offered, PrefillRequest, Step
 from paged_engine.tokenizer import ChatTokenizer
 
-from openai_server.attempts import AttemptError, Prompt
+from openai_server.attempts import AttemptError
 from openai_server.front import Front, front_app
 from openai_server.http_io import CLIENT_KEEP_ALIVE_S, serve_http
 from openai_server.metrics import FrontMetrics
@@ -68,17 +68,15 @@ class Router:
     def up(self, role: str) -> list[Worker]:
         return [worker for worker in self.workers if worker.up and worker.role == role]
 
-    async def attempt(self, request_id: str, prompt: Prompt, avoid: set[Hashable]) -> AsyncGenerator[Step, None]:
+    async def attempt(self, request: AnswerRequest, avoid: set[Hashable]) -> AsyncGenerator[Step, None]:
         """Make one attempt and yield its steps. See `attempts.Attempt`."""
         prefill, decode = await self._pick("prefill", avoid), await self._pick("decode", avoid)
         neighbours = [one.address for one in self.up("prefill") if one is not prefill] if self._share else []
         read = False
         try:
-            prefill_request = prompt.prefill_request(request_id, neighbours)
-            async with aclosing(self._ask(prefill, prefill_request, prefill)) as offers:
+            async with aclosing(self._ask(prefill, request.prefill_request(neighbours), prefill)) as offers:
                 offered = await anext(offers)
-            decode_request = prompt.decode_request(request_id, offered.ticket)
-            async with aclosing(self._ask(decode, decode_request, prefill)) as steps:
+            async with aclosing(self._ask(decode, request.decode_request(offered.ticket), prefill)) as steps:
                 async for step in steps:
                     read = True  # the first token comes with the last block
                     yield step
@@ -86,7 +84,8 @@ class Router:
                         return
         finally:
             if not read:
-                self._tasks.create_task(self._release(prefill, request_id), name=f"release {request_id}")
+                name = f"release {request.request_id}"
+                self._tasks.create_task(self._release(prefill, request.request_id), name=name)
 
     async def _pick(self, role: str, avoid: Collection[Hashable]) -> Worker:
         """Wait until a worker is up, and return one, not in `avoid` if possible. Raises AttemptError."""

@@ -13,15 +13,15 @@ from typing import Any
 
 from disaggregated.decode import DecodeWorker
 from disaggregated.failures import EXPECTED_ERRORS, failure_of
-from disaggregated.messages import Failure, FailureKind, Step
-from openai_server.attempts import AttemptError, Prompt
+from disaggregated.messages import AnswerRequest, Failure, FailureKind, Step
+from openai_server.attempts import AttemptError, renamed
 from ray import serve
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 import kvflow
 from kvflow.ray import keep_prewarmed
 from ray_server.errors import next_message
-from ray_server.messages import AnswerRequest, Begun, Ended
+from ray_server.messages import Begun, Ended
 from ray_server.replica import Replica
 
 
@@ -40,16 +40,9 @@ class Decode:
 
     async def generate(self, request: AnswerRequest, avoid: Collection[str]) -> AsyncIterator[Step | Ended]:
         """Yield the steps of an answer as they come. Cancelling ends the work at both replicas."""
-        prompt = Prompt(
-            id=request.request_id,
-            token_ids=request.prompt,
-            max_tokens=request.max_tokens,
-            deadline=asyncio.get_running_loop().time() + request.deadline_s,
-            sampling=request.sampling,
-        )
-        prefills = _Prefills(self._prefill, prompt, avoid)
+        prefills = _Prefills(self._prefill, request, avoid)
         try:
-            generation = await self._worker.decode(prompt.decode_request(prompt.id), prefills.next_ticket)
+            generation = await self._worker.decode(request.decode_request(), prefills.next_ticket)
             async with aclosing(generation):
                 async for step in generation.steps():
                     yield self._ended(step, prefills) if isinstance(step, Failure) else step
@@ -83,9 +76,10 @@ class Decode:
 class _Prefills:
     """The prefill replicas that compute one prompt, one after another. Each request avoids the replicas before."""
 
-    def __init__(self, handle: DeploymentHandle, prompt: Prompt, avoid: Collection[str]) -> None:
+    def __init__(self, handle: DeploymentHandle, request: AnswerRequest, avoid: Collection[str]) -> None:
         self._handle = handle
-        self._prompt = prompt
+        self._request = request
+        self._deadline = asyncio.get_running_loop().time() + request.deadline_s
         self._avoid = [*avoid]
         self._asked: list[DeploymentResponseGenerator[Any]] = []
         self.last = ""
@@ -98,8 +92,8 @@ class _Prefills:
         """
         self.end()
         # Each request has its own id: earlier blocks may still be on offer, at the same replica if there is no other.
-        request = self._prompt.prefill_request(f"{self._prompt.id}-{len(self._asked)}")
-        response = self._handle.prefill.remote(request, avoid=tuple(self._avoid))
+        request = renamed(self._request, f"{self._request.request_id}-{len(self._asked)}", self._deadline)
+        response = self._handle.prefill.remote(request.prefill_request(), avoid=tuple(self._avoid))
         self._asked.append(response)
         begun: Begun = await next_message(response, "prefill")
         self.last = begun.replica

@@ -10,9 +10,8 @@ import logging
 from collections.abc import AsyncGenerator, Hashable
 from pathlib import Path
 
-from disaggregated.messages import Step
+from disaggregated.messages import AnswerRequest, Step
 from fastapi import FastAPI
-from openai_server.attempts import Prompt
 from openai_server.front import Front, front_app
 from openai_server.metrics import FrontMetrics
 from paged_engine.tokenizer import ChatTokenizer
@@ -20,7 +19,6 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from ray_server.errors import next_message
-from ray_server.messages import AnswerRequest
 
 
 @serve.deployment
@@ -42,14 +40,7 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> FastAPI:
         return front_app(self._front)
 
-    async def _attempt(self, request_id: str, prompt: Prompt, avoid: set[Hashable]) -> AsyncGenerator[Step, None]:
-        request = AnswerRequest(
-            request_id=request_id,
-            prompt=list(prompt.token_ids),
-            max_tokens=prompt.max_tokens,
-            deadline_s=prompt.remaining_s,
-            sampling=prompt.sampling,
-        )
+    async def _attempt(self, request: AnswerRequest, avoid: set[Hashable]) -> AsyncGenerator[Step, None]:
         response = self._decode.generate.remote(request, avoid=tuple(avoid))
         try:
             while True:

@@ -11,13 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from disaggregated.messages import Count, Failure, Message, PrefillRequest
-
-
-class AnswerRequest(PrefillRequest, frozen=True, kw_only=True):
-    """Request to a decode replica: have a prompt computed by a prefill replica, and answer it."""
-
-    max_tokens: Count
+from disaggregated.messages import Failure, Message
 
 
 class Begun(Message, frozen=True, kw_only=True):

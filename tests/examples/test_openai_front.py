@@ -8,9 +8,9 @@ from typing import Any
 
 import httpx2
 import pytest
-from disaggregated.messages import Failure, FailureKind, Step
+from disaggregated.messages import AnswerRequest, Failure, FailureKind, Step
 from fastapi import FastAPI
-from openai_server.attempts import AttemptError, Prompt
+from openai_server.attempts import AttemptError
 from openai_server.front import Front, front_app
 from openai_server.http_io import BODY_BYTES_MAX
 from openai_server.metrics import FrontMetrics
@@ -47,7 +47,7 @@ class Server:
 
     def __init__(self) -> None:
         self.tokenizer = Letters()
-        self.prompts: list[Prompt] = []
+        self.prompts: list[AnswerRequest] = []
         self.fails_after: int | None = None
         self.kind = FailureKind.WORKER_LOST
         tokenizer: Any = self.tokenizer
@@ -60,9 +60,9 @@ class Server:
         )
         self.app: FastAPI = front_app(front)
 
-    async def attempt(self, _: str, prompt: Prompt, avoid: set[Hashable]) -> AsyncGenerator[Step, None]:
-        self.prompts.append(prompt)
-        *tokens, last = prompt.token_ids
+    async def attempt(self, request: AnswerRequest, avoid: set[Hashable]) -> AsyncGenerator[Step, None]:
+        self.prompts.append(request)
+        *tokens, last = request.prompt
         for index, token in enumerate(tokens):
             if index == self.fails_after:
                 break

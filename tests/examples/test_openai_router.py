@@ -13,9 +13,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from disaggregated.failures import RequestTooLongError, failure_of
-from disaggregated.messages import DecodeRequest, Failure, FailureKind, Offered, PrefillRequest, Step
+from disaggregated.messages import AnswerRequest, DecodeRequest, Failure, FailureKind, Offered, PrefillRequest, Step
 from openai_server import router as router_module
-from openai_server.attempts import AttemptError, Prompt, answer
+from openai_server.attempts import AttemptError, answer
 from openai_server.failures import STATUS
 from openai_server.router import Router, Worker
 from paged_engine import OutOfBlocksError
@@ -176,9 +176,8 @@ class Scene:
 
     async def tokens(self, deadline_s: float = 30.0) -> list[int]:
         """The tokens of an answer."""
-        deadline = asyncio.get_running_loop().time() + deadline_s
-        prompt = Prompt(id="r", token_ids=[1, 2, 3], max_tokens=3, deadline=deadline)
-        return [step.token async for step in answer(prompt, self.router.attempt, self.retried.append)]
+        request = AnswerRequest(request_id="r", prompt=[1, 2, 3], max_tokens=3, deadline_s=deadline_s)
+        return [step.token async for step in answer(request, self.router.attempt, self.retried.append)]
 
 
 @asynccontextmanager

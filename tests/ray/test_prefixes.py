@@ -6,12 +6,11 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from disaggregated.messages import Step
+from disaggregated.messages import AnswerRequest, Step
 from paged_engine.tokenizer import ChatTokenizer
 from ray import serve
 from ray_server.application import build
 from ray_server.cluster import APP, wait_until
-from ray_server.messages import AnswerRequest
 
 from tests.ray.fleet import WHOLE_S, Fleet, fixed
 from tests.support.server_load import BEGINNINGS, Question, tokens_alone
