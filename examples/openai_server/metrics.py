@@ -39,12 +39,9 @@ class FrontMetrics:
 class WorkerMetrics:
     """Metrics of a worker: blocks and steps of its engine, and `kvflow`, the observer of its runtime."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
         self.kvflow = PrometheusMetrics(self.registry)
-
-    def show(self, engine: Engine) -> None:
-        """Add metrics of the blocks and steps of `engine`."""
         blocks = Gauge("openai_server_blocks", "Blocks of the KV cache", ["state"], registry=self.registry)
         blocks.labels("used").set_function(lambda: engine.statistics().blocks_used)
         blocks.labels("free").set_function(lambda: engine.statistics().blocks_free)

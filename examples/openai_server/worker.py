@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 import torch
@@ -21,9 +20,9 @@ from disaggregated.background import background_tasks
 from disaggregated.decode import DecodeWorker
 from disaggregated.failures import EXPECTED_ERRORS, failure_of
 from disaggregated.groups import open_runtime
-from disaggregated.messages import DecodeRequest, Message, Offered, PrefillRequest
+from disaggregated.messages import DecodeRequest, Offered, PrefillRequest
 from disaggregated.prefill import PrefillWorker
-from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi import FastAPI, Request, Response
 from paged_engine import Engine, blocks_for
 from paged_engine.weights import MODEL_NAME, load_model
 
@@ -40,8 +39,6 @@ from openai_server.http_io import (
 from openai_server.metrics import WorkerMetrics, add_metrics
 from openai_server.parameters import CACHE_TOKENS
 from openai_server.replies import Reply, json_reply
-
-RequestT = TypeVar("RequestT", bound=Message)
 
 BLOCK_SIZE = 16
 
@@ -69,8 +66,7 @@ async def run_worker(options: argparse.Namespace) -> None:
     prefixes = Prefixes() if options.share_prefixes else None
     parts = [] if prefixes is None else [prefixes]
     async with open_engine(options.name, options.checkpoint) as engine:
-        metrics = WorkerMetrics()
-        metrics.show(engine)
+        metrics = WorkerMetrics(engine)
         async with open_runtime(config, engine, [metrics.kvflow], parts) as runtime, background_tasks() as start_task:
             metrics.kvflow.watch(runtime)
             prefill = PrefillWorker(engine, runtime, start_task, prefixes=prefixes)
@@ -85,11 +81,11 @@ def worker_app(engine: Engine, runtime: kvflow.Runtime, prefill: PrefillWorker, 
     app.add_middleware(BodyLimit)
 
     async def compute(request: Request) -> Response:
-        lease = await run_until_disconnect(request, prefill.prefill(await _read(request, PrefillRequest)))
+        lease = await run_until_disconnect(request, prefill.prefill(PrefillRequest.read(await request.body())))
         return Response(Offered(ticket=lease.ticket.to_params()).written(), media_type="application/json")
 
     async def generate(request: Request) -> Response:
-        generation = await run_until_disconnect(request, decode.decode(await _read(request, DecodeRequest)))
+        generation = await run_until_disconnect(request, decode.decode(DecodeRequest.read(await request.body())))
         lines = (step.written() + b"\n" async for step in generation.steps())
         return LiveStream(lines, generation, media_type="application/x-ndjson")
 
@@ -118,13 +114,10 @@ def worker_app(engine: Engine, runtime: kvflow.Runtime, prefill: PrefillWorker, 
         failure = failure_of(error)
         return Response(failure.written(), STATUS[failure.kind].http, media_type="application/json")
 
+    async def malformed(_: Request, error: Exception) -> Response:
+        return Response(str(error), 422)
+
+    app.add_exception_handler(msgspec.DecodeError, malformed)
     for kind in EXPECTED_ERRORS:
         app.add_exception_handler(kind, failed)
     return app
-
-
-async def _read(request: Request, kind: type[RequestT]) -> RequestT:
-    try:
-        return kind.read(await request.body())
-    except msgspec.DecodeError as error:
-        raise HTTPException(422, str(error)) from None

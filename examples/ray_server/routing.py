@@ -28,7 +28,7 @@ class FreeBlocksRouter(FIFOMixin, RequestRouter):
 
 
 def _facts(pending: PendingRequest | None) -> dict[str, Any]:
-    """Return the arguments of `ranked` for a request: of its first argument, a PrefillRequest, and of `avoid`."""
+    """Return the arguments of `ranked`, from the request (an AnswerRequest or a PrefillRequest) and from `avoid`."""
     if pending is None or not pending.args:
         return {}
     prompt: Sequence[int] = getattr(pending.args[0], "prompt", ())

@@ -54,8 +54,7 @@ async def open_side(
 ) -> AsyncIterator[Side]:
     config = kvflow.Config(engine_id=name, listen="tcp://127.0.0.1:0", drain_timeout_s=1, cancel_grace_s=0.05)
     async with Engine(model, block_count=blocks, block_size=4, batch_size=2, shuffle_seed=len(name)) as engine:
-        metrics = WorkerMetrics()
-        metrics.show(engine)
+        metrics = WorkerMetrics(engine)
         async with kvflow.Runtime(config, world=world, observers=[metrics.kvflow], parts=parts) as runtime:
             await runtime.register_kv_caches(LayerGroups(engine).caches)
             metrics.kvflow.watch(runtime)
