@@ -53,6 +53,8 @@ class StockService:
         self._clock = cache.clock
         self._leases = cache.serving
         self._hash = stock.hashes[0]
+        self._reports_tp_size = stock.serve_line.reports_tp_size
+        self._tp_size = cache.config.tp_size
         self._ranks = EngineRanks() if stock.ranks is None else stock.ranks
         self._on_late_read = stock.on_late_read
         self._late_reads = 0
@@ -89,7 +91,9 @@ class StockService:
             logger.info("dropped a stock reader's notification: %s", error)
             return True
         if text.readers:
-            self._count_read_report(text.request_ids[0], text.readers)
+            # Lines that report their tensor-parallel size: each of our ranks hears its share of the readers' ranks.
+            readers = max(text.readers // self._tp_size, 1) if self._reports_tp_size else text.readers
+            self._count_read_report(text.request_ids[0], readers)
         else:
             self._renew(text.request_ids)
         return True
@@ -107,8 +111,8 @@ class StockService:
     def _count_read_report(self, request_id: str, readers: int) -> None:
         """Count a stock reader's report that it has read a request, and pass the report on to the request's lease.
 
-        The report states `readers`, the number of reports to expect. A report does not name its reader, so the lease
-        gets the report's number as the reader's name.
+        `readers` is the number of reports to expect. A report does not name its reader, so the lease gets the report's
+        number as the reader's name.
         """
         lease_id = self._leases.lease_id_of(request_id)
         if lease_id is None:

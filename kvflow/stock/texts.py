@@ -32,7 +32,8 @@ class ReaderText(NamedTuple):
 
     request_ids: tuple[str, ...]
     readers: int = 0
-    """Number N in the notification: how many readers report the request as read to this rank; 0 for a heartbeat."""
+    """Number N in the notification: how many readers report the request as read to this rank, or, from older release
+    lines, the tensor-parallel size of the readers (`ReleaseLine.reports_tp_size`); 0 for a heartbeat."""
 
 
 def is_text(payload: bytes) -> bool:

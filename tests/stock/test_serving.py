@@ -25,6 +25,7 @@ from kvflow.observe.prometheus import PrometheusMetrics
 from kvflow.runtime.producer.lease import LeaseOutcome
 from kvflow.stock import EngineRanks, StockPeers, ask_rank
 from kvflow.stock.params import make_stock_params
+from kvflow.stock.texts import read_text
 from kvflow.stock.wire import encode_question
 from kvflow.testing import assert_quiet
 from tests.fuzz.mutants import torn
@@ -153,6 +154,19 @@ async def test_one_listener_answers_for_all_ranks(ours: int, theirs: int) -> Non
                             assert tensor[block, head, 1, 0].item() == pytest.approx(expected)
             for lease in leases:
                 assert await lease is LeaseOutcome.READ
+
+
+@pytest.mark.parametrize(("ours", "theirs", "reports"), [(1, 1, 1), (2, 2, 1), (1, 2, 2), (2, 4, 2), (4, 2, 1)])
+async def test_readers_of_older_lines_report_their_tp_size(ours: int, theirs: int, reports: int) -> None:
+    """A lease that waited for as many reports at each rank would keep its blocks until its lifetime ends."""
+    older = replace(PEERS, serve_version="0.28.0", ranks=EngineRanks())
+    async with producer(older, tp_size=ours) as made:
+        lease = made.runtime.serve_blocks(ServeRequest("cmpl-1#secret", [3, 9], 2 * TOKENS))
+        service: Any = made.runtime._supervisor.cache.stock_service  # type: ignore[union-attr]
+        for _ in range(reports):
+            assert not lease.done
+            assert service.apply_notification(read_text("cmpl-1#secret", theirs))
+        assert await asyncio.wait_for(lease.wait(), 10.0) is LeaseOutcome.READ
 
 
 async def test_nobody_is_answered_before_all_ranks_are_known() -> None:

@@ -276,12 +276,6 @@ class Flight:
             self.state = fire(TRANSFER_TABLE, self.state, "last_stopped")
             self._give_back()
 
-    def fail(self, error: TransportError | RuntimeBroken, source: Source) -> None:
-        """Make the flight fail with `error`, and blame the rank `source`, although no read from it has failed."""
-        if self._error is None:
-            self._error, self.failed_source = error, source
-        self.nudge()
-
     async def post_seal_read(self, source: Source) -> None:
         """Wait for a permit, then post a read of only the seal of `source`. Do not wait for the read."""
         if (seal := self._seal_reads.get(source)) is None:
