@@ -1,5 +1,4 @@
-"""The map from a peer's regions to the local regions, made once per peer: which regions form pairs, and in which pieces
-these are read.
+"""The map from a peer's regions to the local regions, made once per peer: pairs of regions, and the pieces to read.
 
 Both sides describe a block by strides (`BlockShape`). So NHD and HND, head slices, K and V together or apart, and
 layers that are split differently are all one question: which runs of bytes are contiguous on both sides? The answer is
