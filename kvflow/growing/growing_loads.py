@@ -14,7 +14,6 @@ from functools import partial
 from heapq import merge
 
 from kvflow.checks import counted
-from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.policy.history import History
 from kvflow.errors import COMPUTE
 from kvflow.growing.growing_leases import GrowingLeases
@@ -22,19 +21,11 @@ from kvflow.growing.lease_questions import FollowedLease, LeaseQuestions
 from kvflow.growing.pending_tickets import PendingTickets
 from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.clock import Alarm
-from kvflow.runtime.load.flight import CopyGroup, Flight, Read
+from kvflow.runtime.load.flight import CopyGroup, Flight
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.plan import MatchedChunks, Plan
-from kvflow.runtime.load.spans import (
-    STOP_TOKEN,
-    PromptSpan,
-    SourcePart,
-    SpanPlanner,
-    SpanQueue,
-    parts_by_group,
-    parts_by_source,
-)
-from kvflow.runtime.load.steps import buffered_part, direct_reads, reads_of_chunks
+from kvflow.runtime.load.spans import STOP_TOKEN, DirectSpans, PromptSpan, SpanPlanner, SpanQueue
+from kvflow.runtime.load.steps import buffered_part, direct_reads
 from kvflow.runtime.peers.peer import Source
 
 __all__ = ["GrowingLeases", "GrowingLoads", "begin"]
@@ -52,11 +43,10 @@ def begin(cache: RegisteredCache) -> GrowingLoads:
 
 
 class GrowingLoads:
-    """Reads growing leases into one registered cache. As a `SpanPlanner`, it plans the loads that need no buffers."""
+    """Reads growing leases into one registered cache."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         self.pending_tickets = PendingTickets(cache)
-        self.slice_bytes_max = cache.config.limits.slice_bytes_max
         self.clock = cache.clock
         self.cache = cache
         self.loads_begun = 0
@@ -76,30 +66,12 @@ class GrowingLoads:
     async def read_growing(self, load: Load, flight: Flight, plan: Plan) -> bool:
         """Read the load's blocks while they are being computed. Return True if the leases covered the whole read."""
         self.loads_begun += 1
-        read = _GrowingRead(self, buffered_part(self.cache, load, plan) or self, load, flight, plan.matched)
+        spans = buffered_part(self.cache, load, plan) or DirectSpans(self.cache)
+        read = _GrowingRead(self, spans, load, flight, plan.matched)
         try:
             return await flight.read_groups(read.copy_groups())
         finally:
             read.close()
-
-    def span_queues(self, sources: Sequence[Source], tables: Sequence[BlockIds]) -> list[SpanQueue]:
-        """Return a queue of spans for each pair of a local group of layers and a rank. No span needs a buffer.
-
-        `tables`: the local block ids, by group.
-        """
-        parts = [SourcePart(source, *item) for source in sources for item in source.chunks.items()]
-        return [
-            SpanQueue(some, None, tables[at], self.slice_bytes_max)
-            for at, of_group in parts_by_group(parts)
-            for some in parts_by_source(of_group)
-        ]
-
-    async def copy_group(self, span: PromptSpan) -> CopyGroup:
-        """Return the reads of `span`, straight into the cache: a group without buffers and without a copy."""
-        reads: list[Read] = []
-        for part in span.queue.parts:
-            reads += reads_of_chunks(self.cache, part.source, {part.block_map: span.chunks_of(part)})
-        return CopyGroup(reads)
 
 
 class _GrowingRead:
@@ -222,7 +194,7 @@ class _GrowingRead:
         small reads.
         """
         speed = sum(self._speeds.get(source, 0.0) for source in sources)
-        return min(max(int(speed * _WORTH_S), _WORTH_LEAST_BYTES), self._growing.slice_bytes_max)
+        return min(max(int(speed * _WORTH_S), _WORTH_LEAST_BYTES), self._growing.cache.config.limits.slice_bytes_max)
 
     async def _fetch_due_seals(self, frontier: Frontier) -> None:
         """Post a fetch of each seal that is due, unless a fetch of the same seal is under way.

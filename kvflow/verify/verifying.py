@@ -1,9 +1,9 @@
 """Verification of a load: digests of the loaded bytes are compared with the producer's digests of the same bytes.
 
 The reader asks each rank for digests of the bytes that it reads, named by layers and heads of the model and by tokens
-of the prompt. The rank computes the digests during the read. The local digests are computed after the read, from the
-blocks that the request wants filled. So each engine itself finds the blocks of these tokens, and a mistake in the plan
-of the reads is found, too.
+of the prompt. The rank computes the digests during the read. The local digests are those of the blocks that the request
+wants filled: of each span of blocks once it has landed, or of all blocks after the read. So each engine itself finds
+the blocks of these tokens, and a mistake in the plan of the reads is found, too.
 
 Freshness is proven by the seals, not by digests. If digests differ, the load reads and compares once more.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -33,6 +33,7 @@ from kvflow.runtime.load.steps import ReadBlocks
 from kvflow.runtime.peers.peer import LocalRank, Source
 from kvflow.verify.cache_digests import DigestedCache, DigestSpec
 from kvflow.verify.digests import DIGEST_VERSION
+from kvflow.verify.landed_digests import LandedDigests
 from kvflow.verify.lease_digests import digest_spec_of, digest_specs_of
 
 logger = logger_of(__name__)
@@ -44,6 +45,8 @@ PartToCompare: TypeAlias = tuple[messages.DigestPart, DigestSpec]
 """One part of a request for digests, as sent to the producer, and the local layers, heads and blocks that must have the
 same digests.
 """
+PartsToCompare: TypeAlias = Mapping[BlockMap, PartToCompare]
+"""The parts to compare with one rank, one for each pair of a local and a remote layer set that the load reads."""
 
 
 class NotCompared(Exception):
@@ -63,6 +66,7 @@ class LoadVerifier:
 
     def __init__(self, cache: RegisteredCache) -> None:
         memory, copy_thread = cache.memory, cache.resources.copy_thread
+        self._cache = cache
         self._local = cache.local
         self._peers = cache.peers
         self._limits = cache.config.limits
@@ -145,22 +149,25 @@ class LoadVerifier:
         if not reply.done():
             reply.set_result(self._count_refusal(refusal("the engine closes", transient=True)))
 
-    async def read_verified(self, reader: ReadBlocks, load: Load, flight: Flight, plan: Plan) -> bool:
-        """Read a load's blocks by calling `reader`, and compare their digests with the producer's.
+    async def read_verified(self, reader: ReadBlocks | None, load: Load, flight: Flight, plan: Plan) -> bool:
+        """Read a load's blocks, and compare their digests with the producer's.
+
+        `reader` reads the load's blocks. None: read them straight into the cache, and compute the digests of blocks
+        that have landed while others are read.
 
         If the digests differ, do both again. Return True if the leases covered the whole read. Raise ChecksumMismatch
         if the digests differ twice, and another error if the digests of a load with `verify=True` cannot be compared.
         The blocks stay claimed throughout.
         """
-        read = partial(reader, load, flight, plan)
+        read_and_compare = partial(self._read_and_compare, reader, load, flight, plan)
         try:
-            difference = await self._read_and_compare(load, read)
+            difference = await read_and_compare()
             if difference:
                 load.verification = Verification.MISMATCH
                 logger.warning("load %s is read once more: %s", load.request_id, difference)
                 for source in load.sources:
                     source.proof = source.proof.fresh_copy()
-                difference = await self._read_and_compare(load, read)
+                difference = await read_and_compare()
                 if difference:
                     why = f"two reads brought other bytes than the producer has: {difference}"
                     raise load.failure(ChecksumMismatch, why)
@@ -172,28 +179,33 @@ class LoadVerifier:
             self._note_unverified(load, problem)
         return True
 
-    async def _read_and_compare(self, load: Load, read: Callable[[], Awaitable[bool]]) -> str | None:
-        """Await `read`, then compare digests. Return the difference in words, "" for none; None if a lease has ended.
+    async def _read_and_compare(self, reader: ReadBlocks | None, load: Load, flight: Flight, plan: Plan) -> str | None:
+        """Read a load, then compare digests. Return the difference in words, "" for none; None if a lease has ended.
 
         A rank with a lease that does not grow is asked before the read, and computes its digests during the read; any
         other rank is asked after the read. If digests cannot be compared, raise NotCompared after the read.
         """
-        compared = [(source, list(self.parts_to_compare(source, load.tables))) for source in load.sources]
+        compared = {source: self.parts_to_compare(source, load.tables) for source in load.sources}
+        specs = {source: {key: spec for key, (_, spec) in parts.items()} for source, parts in compared.items()}
+        landed: LandedDigests | None = None
+        if reader is None:
+            landed = LandedDigests(self._cache, self.local_cache, specs)
+            reader = landed.read
         request_id = load.ticket.request_id
         under_way = {
             source: asyncio.ensure_future(self._ask_digests(request_id, source, parts))
-            for source, parts in compared
+            for source, parts in compared.items()
             if not source.proof.grows
         }
         try:
             await asyncio.sleep(0)  # send the questions before the read is planned and posted
             load.enter_phase("wire")
-            if not await read():
+            if not await reader(load, flight, plan):
                 return None
             load.enter_phase(VERIFY)
-            ours = [await self._local_digests([ours for _, ours in parts]) for _, parts in compared]
+            ours = [await self._local_digests(landed, source, specs[source]) for source in compared]
             found = []
-            for (source, parts), mine in zip(compared, ours, strict=True):
+            for (source, parts), mine in zip(compared.items(), ours, strict=True):
                 answer = under_way.get(source) or self._ask_digests(request_id, source, parts)
                 if (theirs := await answer) is None:
                     return None
@@ -203,10 +215,17 @@ class LoadVerifier:
             for asking in under_way.values():
                 asking.cancel()
             await asyncio.gather(*under_way.values(), return_exceptions=True)
+            if landed is not None:
+                await landed.aclose()
 
-    async def _local_digests(self, asked: Sequence[DigestSpec]) -> list[int]:
+    async def _local_digests(
+        self, landed: LandedDigests | None, source: Source, specs: Mapping[BlockMap, DigestSpec]
+    ) -> list[int]:
+        """Return the digests of the blocks that were read from `source`: those of `landed`, or computed now."""
         try:
-            return await self.local_cache.digests(asked)
+            if landed is not None:
+                return await landed.digests(source)
+            return await self.local_cache.digests(list(specs.values()))
         except Exception as error:  # noqa: BLE001 - of the memory, or of the copy thread
             raise NotCompared(f"no digests of the local cache: {error}") from None
 
@@ -226,9 +245,7 @@ class LoadVerifier:
                 raise problem.__cause__ from None
             raise load.failure(TransferFailed, f"it cannot be verified: {problem}") from problem
 
-    async def _ask_digests(
-        self, request_id: str, source: Source, parts: Sequence[PartToCompare]
-    ) -> Sequence[int] | None:
+    async def _ask_digests(self, request_id: str, source: Source, parts: PartsToCompare) -> Sequence[int] | None:
         """Ask the rank of `source` for digests. Return a flat list with one digest for each layer of each of `parts`.
 
         Return None if the rank's lease has ended. Raise NotCompared if the rank gives no digests.
@@ -240,7 +257,7 @@ class LoadVerifier:
             request_id=request_id,
             lease_id=lease.lease_id,
             definition=DIGEST_VERSION,
-            parts=tuple(asked for asked, _ in parts),
+            parts=tuple(asked for asked, _ in parts.values()),
         )
         try:
             reply = await self._peers.ask_digests(peer, question)
@@ -248,21 +265,20 @@ class LoadVerifier:
             raise NotCompared(str(error)) from error
         if isinstance(reply, messages.LeaseAnswer):
             return None
-        count = sum(len(asked.layers) for asked, _ in parts)
+        count = sum(len(asked.layers) for asked, _ in parts.values())
         if len(reply.values) != count:
             wrong = peer.at.failure(ProtocolError, f"{counted(len(reply.values), 'digest')}, expected {count}")
             raise NotCompared(str(wrong)) from wrong
         return reply.values
 
-    def parts_to_compare(self, source: Source, tables: Sequence[BlockIds]) -> Iterator[PartToCompare]:
-        """Yield the parts to compare with the rank of `source`, one for each pair of a local and a remote layer set.
-
-        `tables`: the local block ids, by group.
-        """
+    def parts_to_compare(self, source: Source, tables: Sequence[BlockIds]) -> PartsToCompare:
+        """Return the parts to compare with the rank of `source`. `tables`: the local block ids, by group."""
+        found: dict[BlockMap, PartToCompare] = {}
         for block_map, chunks in source.chunks.items():
             if some := [one for one in chunks if len(one)]:
                 asked = _part_of(self._local, source, block_map, some)
-                yield asked, digest_spec_of(self._local, asked, tables[block_map.local_group])
+                found[block_map] = asked, digest_spec_of(self._local, asked, tables[block_map.local_group])
+        return found
 
 
 def _part_of(local: LocalRank, source: Source, block_map: BlockMap, chunks: Sequence[Chunks]) -> messages.DigestPart:
@@ -294,14 +310,14 @@ def _producer_share(source: Source, mine: CacheShare, layers: Sequence[int]) -> 
     return next(one for one in shares if one.part == mine.part and set(layers) <= set(one.layers))
 
 
-def _difference(source: Source, parts: Sequence[PartToCompare], ours: Sequence[int], theirs: Sequence[int]) -> str:
+def _difference(source: Source, parts: PartsToCompare, ours: Sequence[int], theirs: Sequence[int]) -> str:
     """Return a text with the number of layers that differ, and the reader's and the producer's digest of the first one.
 
     Return "" if no digests differ.
 
     `ours`, `theirs`: digests of the reader and of the producer, one for each layer of each of `parts`.
     """
-    named = [(asked, layer) for asked, _ in parts for layer in asked.layers]
+    named = [(asked, layer) for asked, _ in parts.values() for layer in asked.layers]
     wrong = [at for at, (mine, other) in enumerate(zip(ours, theirs, strict=True)) if mine != other]
     if not wrong:
         return ""

@@ -6,6 +6,7 @@ That digests are equal on both sides in all topologies is in `test_topologies`, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import re
 from collections.abc import AsyncIterator, Callable
@@ -34,10 +35,11 @@ from kvflow.errors import (
     TransferFailed,
 )
 from kvflow.runtime.copy_thread import CopyThread
-from kvflow.runtime.load import steps
 from kvflow.runtime.load.requests import Verification
+from kvflow.runtime.load.spans import DirectSpans
 from kvflow.runtime.world import World
 from kvflow.testing.pair import CacheSize
+from kvflow.transport.base import TransportError
 from kvflow.verify import verifying
 from kvflow.verify.cache_digests import DigestedCache
 from tests.fuzz.mutants import mutant
@@ -53,7 +55,7 @@ class HeldDigests:
     """The digests of a runtime's cache, held until a test lets them go; before that nothing of them is computed."""
 
     def __init__(self, runtime: kvflow.Runtime) -> None:
-        self.asked = 0
+        self.asked = self.cancelled = 0
         self.gate = asyncio.Event()
         shown = part_of(runtime).served_cache
         self._run = shown._copy_thread.run
@@ -61,7 +63,11 @@ class HeldDigests:
 
     async def run(self, job: Callable[[], Any]) -> Any:
         self.asked += 1
-        await self.gate.wait()
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
         return await self._run(job)
 
 
@@ -161,20 +167,84 @@ async def test_blocks_that_land_in_each_others_places_are_found(
     pair: EnginePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The right bytes in a wrong place, as a bug of the plan would put them."""
-    read = steps.read_directly
+    planned = DirectSpans.span_queues
 
-    def swapped(cache: Any, load: Any, flight: Any, plan: Any) -> Any:
-        for source in plan.sources:
+    def swapped(spans: DirectSpans, sources: Any, tables: Any) -> Any:
+        for source in sources:
             for block_map, chunks in source.chunks.items():
                 source.chunks[block_map] = [some.with_local_ids(some.local_ids[::-1]) for some in chunks]
-        return read(cache, load, flight, plan)
+        return planned(spans, sources, tables)
 
-    monkeypatch.setattr(steps, "read_directly", swapped)
+    monkeypatch.setattr(DirectSpans, "span_queues", swapped)
     lease = pair.offer([3, 7])
     report = await pair.load(lease, [0, 1], verify=True)
     assert report.verification is Verification.REPAIRED, "the bug has swapped them back"
-    monkeypatch.setattr(steps, "read_directly", read)
+    monkeypatch.setattr(DirectSpans, "span_queues", planned)
     pair.assert_loaded([0, 1], [3, 7])
+
+
+# --- blocks are digested while others are read
+
+BLOCKS = 6
+
+
+@contextlib.asynccontextmanager
+async def half_read(**faults: int) -> AsyncIterator[tuple[EnginePair, kvflow.Lease, asyncio.Task[Any], HeldDigests]]:
+    """A load whose first blocks have landed and are being digested, while the reads of the others are held."""
+    async with open_pair(limited(PATIENT, slice_bytes_max=256, slices_in_flight_max=4)) as pair:
+        pair.transport.faults.hold = True
+        for name, value in faults.items():
+            setattr(pair.transport.faults, name, value)
+        lease = pair.offer(list(range(BLOCKS)))
+        held = HeldDigests(pair.reader)
+        task = pair.start(lease, list(range(BLOCKS)), verify=True)
+        while not held.asked:
+            await until(lambda: held.asked or pair.transport.held)
+            pair.transport.perform(1)
+        yield pair, lease, task, held
+
+
+async def test_blocks_are_digested_while_others_are_read() -> None:
+    async with half_read() as (pair, lease, task, held):
+        await until(lambda: pair.transport.held)
+        assert pair.consumer_blocks.in_flight == BLOCKS
+        held.gate.set()
+        pair.release_reads()
+        assert (await task).verification is Verification.VERIFIED
+        pair.assert_loaded(list(range(BLOCKS)), list(range(BLOCKS)))
+        assert await lease is LeaseOutcome.READ
+
+
+async def test_a_wrong_byte_in_the_first_blocks_is_found() -> None:
+    async with half_read(flip_next=1) as (pair, _, task, held):
+        held.gate.set()
+        pair.release_reads()
+        assert (await task).verification is Verification.REPAIRED
+        pair.assert_loaded(list(range(BLOCKS)), list(range(BLOCKS)))
+
+
+@pytest.mark.parametrize("end", ["cancelled", "revoked", "read failed"])
+async def test_a_load_that_ends_while_its_first_blocks_are_digested(end: str) -> None:
+    """Its blocks are free once the last read has stopped. Blocks that land after the end are not digested."""
+    async with half_read() as (pair, lease, task, held):
+        match end:
+            case "cancelled":
+                task.cancel()
+            case "revoked":
+                lease.revoke()
+            case "read failed":
+                pair.transport.faults.fail_next.append(TransportError("scripted"))
+        errors = {"cancelled": asyncio.CancelledError, "revoked": LeaseExpired, "read failed": TransferFailed}
+        await until(lambda: held.cancelled or end != "cancelled")
+        asked = held.asked
+        pair.release_reads()
+        if end == "revoked":
+            held.gate.set()
+        with pytest.raises(errors[end]):
+            await task
+        assert held.asked == asked or end != "cancelled"
+        assert (pair.consumer_blocks.free, pair.reader.quarantines) == (16, ())
+        held.gate.set()
 
 
 # --- which loads

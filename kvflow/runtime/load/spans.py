@@ -13,7 +13,9 @@ from typing import NamedTuple, Protocol
 
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks
-from kvflow.runtime.load.flight import CopyGroup
+from kvflow.runtime.assembly import RegisteredCache
+from kvflow.runtime.load.flight import CopyGroup, Read, SealPieceOf
+from kvflow.runtime.load.steps import reads_of_chunks
 from kvflow.runtime.memory import HostBlocks
 from kvflow.runtime.peers.peer import Source
 
@@ -199,9 +201,36 @@ class SpanPlanner(Protocol):
         """
         ...
 
-    async def copy_group(self, span: PromptSpan) -> CopyGroup:
-        """Wait for the buffers that `span` needs, take them, and return the reads and the copy of the span."""
+    async def copy_group(self, span: PromptSpan, seal_piece_of: SealPieceOf | None = None) -> CopyGroup:
+        """Wait for the buffers that `span` needs, take them, and return the reads and the copy of the span.
+
+        With `seal_piece_of`, the first read from a rank also fetches the rank's seal.
+        """
         ...
+
+
+class DirectSpans(SpanPlanner):
+    """Plans spans that are read straight into one registered cache, without buffers."""
+
+    def __init__(self, cache: RegisteredCache) -> None:
+        self._cache = cache
+
+    def span_queues(self, sources: Sequence[Source], tables: Sequence[BlockIds]) -> list[SpanQueue]:
+        """Return a queue for each pair of a group of layers and a rank (`SpanPlanner.span_queues`)."""
+        parts = [SourcePart(source, *item) for source in sources for item in source.chunks.items()]
+        return [
+            SpanQueue(some, None, tables[at], self._cache.config.limits.slice_bytes_max)
+            for at, of_group in parts_by_group(parts)
+            for some in parts_by_source(of_group)
+        ]
+
+    async def copy_group(self, span: PromptSpan, seal_piece_of: SealPieceOf | None = None) -> CopyGroup:
+        """Return the reads of `span` as a group without buffers and without a copy (`SpanPlanner.copy_group`)."""
+        reads: list[Read] = []
+        for part in span.queue.parts:
+            chunks = {part.block_map: span.chunks_of(part)}
+            reads += reads_of_chunks(self._cache, part.source, chunks, None if reads else seal_piece_of)
+        return CopyGroup(reads)
 
 
 def parts_by_group(parts: Sequence[SourcePart]) -> list[tuple[int, list[SourcePart]]]:

@@ -176,7 +176,7 @@ def _read(cache: RegisteredCache, load: Load, flight: Flight, plan: Plan, source
         asked = [one for one in sources if one.lease.payload or (one.lease.pending and one in plan.sources)]
         growing_part(cache, load).ask_about_leases(load, asked, plan.matched)
     load.enter_phase("wire")
-    read: ReadBlocks = partial(read_directly, cache)
+    read: ReadBlocks | None = None
     if grows or ticket.extends:
         if any(source.lease.pending for source in plan.sources):
             load.landed = History(cache.clock.now_s, load.begun_s)
@@ -184,10 +184,9 @@ def _read(cache: RegisteredCache, load: Load, flight: Flight, plan: Plan, source
     elif (buffered := buffered_part(cache, load, plan)) is not None:
         read = buffered.read_buffered
     if verify or (verify is None and cache.config.verify_share and _verify_by_chance(cache)):
-        read = partial(
-            cache.part("verify", f"request {load.request_id!r}: a load that is verified").read_verified, read
-        )
-    return read(load, flight, plan)
+        part = cache.part("verify", f"request {load.request_id!r}: a load that is verified")
+        read = partial(part.read_verified, read)
+    return read_directly(cache, load, flight, plan) if read is None else read(load, flight, plan)
 
 
 async def _notify_and_report(cache: RegisteredCache, load: Load, sources: Sequence[Source]) -> LoadReport:
