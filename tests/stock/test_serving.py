@@ -166,7 +166,8 @@ async def test_readers_of_older_lines_report_their_tp_size(ours: int, theirs: in
         for _ in range(reports):
             assert not lease.done
             assert service.apply_notification(read_text("cmpl-1#secret", theirs))
-        assert await asyncio.wait_for(lease.wait(), 10.0) is LeaseOutcome.READ
+        await wait_for(lambda: lease.done)
+        assert await lease is LeaseOutcome.READ
 
 
 async def test_nobody_is_answered_before_all_ranks_are_known() -> None:
