@@ -62,7 +62,7 @@ class CachedPrompts:
 
     @property
     def must_report(self) -> bool:
-        """True if the workers must get a report of reused blocks, even in a step without requests."""
+        """True if workers must be told, even in a step without requests, which cached blocks the engine overwrites."""
         return bool(self._reused)
 
     def add(self, request_id: str, keys: Sequence[bytes]) -> None:

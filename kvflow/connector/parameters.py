@@ -101,7 +101,7 @@ def params_of_several(params: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def other_params_in(params: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Return the `kv_transfer_params` of the second and later engines in `params`, a result of `params_of_several`.
 
-    Empty if `params` are for one engine. RequestError if the value is not a list of dicts.
+    Empty if `params` are for one engine. RequestError if their entry for further engines is not a list of dicts.
     """
     given = _kvflow_value(params, _OTHERS)
     if given is None:

@@ -47,7 +47,10 @@ class Registration:
         await self.transport.open()
 
     def run(self) -> None:
-        """Start the task of the poller, which receives the transport's events. RuntimeClosed if the runtime closes."""
+        """Start the task of the poller, which receives the transport's events, and return.
+
+        RuntimeClosed if the runtime is already closing.
+        """
         poller = self.spawn(self.poller.run(), name="kvflow-poller")
         self._runtime_tasks.break_if_cancelled(poller, "poller", lambda: self._ended)
 

@@ -32,8 +32,8 @@ class ReaderText(NamedTuple):
 
     request_ids: tuple[str, ...]
     readers: int = 0
-    """Number N in the notification: how many readers report the request as read to this rank, or, from older release
-    lines, the tensor-parallel size of the readers (`ReleaseLine.reports_tp_size`); 0 for a heartbeat."""
+    """Number N in the notification; 0 for a heartbeat. N is how many readers will report to this rank that they have
+    read the request, or in older release lines the readers' tensor-parallel size (`ReleaseLine.reports_tp_size`)."""
 
 
 def is_text(payload: bytes) -> bool:

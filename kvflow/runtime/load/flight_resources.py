@@ -243,7 +243,7 @@ class LoadThrottle:
             self._next_turn = loop.call_soon(self._start_few)
 
     def resume(self) -> None:
-        """End a pause, because a load has ended. No effect while too many posted reads wait to start."""
+        """Let waiting loads begin again, because a load has ended. No effect while too many posted reads wait."""
         if not self._poller.behind and self._next_turn is not None:
             self._next_turn.cancel()
             self._next_turn, self.paused = asyncio.get_running_loop().call_soon(self._start_few), False

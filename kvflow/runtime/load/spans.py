@@ -37,8 +37,8 @@ class SourcePart(NamedTuple):
 class PromptSpan:
     """Consecutive local blocks of one group of layers, which a load fills in one step.
 
-    They hold the tokens from position `start_token` to before `stop_token`; of a load's first and last block only some
-    tokens may be written.
+    They hold the tokens from position `start_token` to before `stop_token`. A load may fill its first and its last
+    block only in part.
     """
 
     queue: SpanQueue

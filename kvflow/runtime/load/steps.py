@@ -190,9 +190,10 @@ def _read(cache: RegisteredCache, load: Load, flight: Flight, plan: Plan, source
 
 
 async def _notify_and_report(cache: RegisteredCache, load: Load, sources: Sequence[Source]) -> LoadReport:
-    """Wait for the payload, if one was promised. Then notify every rank with a lease, and return the load's report.
+    """Wait for the payload (extra bytes), if the ticket promises one. Then notify every rank with a lease.
 
-    With `LoadRequest.keep_offer` no rank is notified, since other loads are to read the same offer.
+    Return the load's report. With `LoadRequest.keep_offer` no rank is notified, since other loads are to read the same
+    offer.
     """
     if load.lease_questions is not None:
         tokens = counted(load.tokens, "token")

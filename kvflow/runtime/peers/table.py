@@ -73,7 +73,7 @@ class PeerStatistics:
     last_error: str
     """Text of the last failure; "" if nothing has failed since the last successful handshake."""
     was_connected: bool
-    """True once a handshake has succeeded. A peer without one may not exist, since a ticket can name any address."""
+    """True once a handshake has succeeded. If False, perhaps no peer exists, since a ticket can name any address."""
 
 
 class HandshakeClient(Protocol):

@@ -359,8 +359,8 @@ class Serving:
     def _after_end(self, entry: LeaseEntry) -> None:
         """Wipe the seal of a lease that has just ended, and answer the questions that wait for the lease.
 
-        If `entry.holds_blocks`, `_on_alarm` gives the blocks back after `limits.seal_hold_s`; otherwise give the blocks
-        back now.
+        If the blocks must stay unused for `limits.seal_hold_s` more (`entry.holds_blocks`), `_on_alarm` gives them back
+        then; otherwise they are given back now.
         """
         offer, failed = self._open_leases[entry], entry.state is LeaseState.FAILED
         self._blocks.close(offer.held, failed=failed)
