@@ -103,9 +103,10 @@ def _first_sentence(text: str) -> str:
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    lines = [list(header)]
-    lines += [["---"] * len(lines[0]), *([_cell(cell) for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    names = list(header)
+    lines = [names, *([_cell(cell) for cell in row] for row in rows)]
+    first, *others = (f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join([first, "|---" * len(names) + "|", *others])  # as tables that are written by hand
 
 
 def _cell(text: str) -> str:
