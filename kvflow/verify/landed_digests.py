@@ -41,7 +41,7 @@ class LandedDigests:
         self._local_cache = local_cache
         self._specs = specs
         self._first = dict[tuple[Source, BlockMap], int]()
-        """Index in `sums` of the first layer of each source and block map."""
+        """Index in `_sums` of the first layer of each source and block map."""
         self._digesting = list[asyncio.Task[None]]()
         self._closed = False
         self._sums: dict[Source, list[int]] = {}
