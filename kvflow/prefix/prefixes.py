@@ -20,7 +20,7 @@ from kvflow.prefix.prefix_requests import (
 )
 from kvflow.prefix.pull import Pull
 from kvflow.prefix.seek import PrefixQuestions
-from kvflow.prefix.seek_request import LEASE_ID_PREFIX, SeekRequest
+from kvflow.prefix.seek_request import REQUEST_ID_PREFIX, SeekRequest
 from kvflow.prefix.sharing import SharedPrefixes
 from kvflow.runtime.channel.protocol import Answered
 from kvflow.runtime.load.requests import LoadReport
@@ -157,7 +157,7 @@ class Prefixes(Part):
         """
         checks.instance(ticket, Ticket, "learn: ticket")
         checks.instance(report, LoadReport, "learn: report")
-        if ticket.request_id.startswith(LEASE_ID_PREFIX):
+        if ticket.request_id.startswith(REQUEST_ID_PREFIX):
             self._rates.learn(ticket, report)
 
     @property

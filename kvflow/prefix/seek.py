@@ -28,7 +28,7 @@ from kvflow.prefix.keys import KEY_BYTES
 from kvflow.prefix.load_rates import LoadRates
 from kvflow.prefix.prefix_requests import GivenPeer, PrefixOffer, PrefixRequest, token_size_bytes
 from kvflow.prefix.search import Search
-from kvflow.prefix.seek_request import KEYS_MAX, LEASE_ID_PREFIX, SeekRequest
+from kvflow.prefix.seek_request import KEYS_MAX, REQUEST_ID_PREFIX, SeekRequest
 from kvflow.runtime.peers.peer import Connection, peer_text
 from kvflow.runtime.peers.ticket_resolver import lease_from_answer
 
@@ -322,7 +322,7 @@ def _join_offers(engine: _Engine, question_id: str, offers: Sequence[_RankOffer]
     try:
         ticket = Ticket(
             engine_id=first.engine_id,
-            request_id=LEASE_ID_PREFIX + question_id,
+            request_id=REQUEST_ID_PREFIX + question_id,
             block_ids=tables[0][0],
             more_block_ids=tuple(tables[0][1:]),
             num_tokens=tokens,

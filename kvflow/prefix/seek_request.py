@@ -12,7 +12,7 @@ from kvflow.prefix.keys import KEY_BYTES
 
 KEYS_MAX = 1 << 10
 """Maximum number of keys in a `SeekRequest`, so that the peer's event loop can answer in a short time."""
-LEASE_ID_PREFIX = "kvflow-prefix/"
+REQUEST_ID_PREFIX = "kvflow-prefix/"
 """Text with which the request id of each prefix lease begins. No engine's request id begins with this text."""
 
 
@@ -23,7 +23,7 @@ class SeekRequest(messages.ReaderRequest, frozen=True, kw_only=True, tag="seek")
     """
 
     request_id: RequestName
-    """Request id of the wanted lease, without `LEASE_ID_PREFIX`; the same for all ranks of an engine."""
+    """Request id of the wanted lease, without `REQUEST_ID_PREFIX`; the same for all ranks of an engine."""
     keys: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES * KEYS_MAX)]
     """Keys of the prefix, 32 bytes each, concatenated. Key i covers the first (i + 1) * `key_tokens` tokens."""
     key_tokens: Size

@@ -23,7 +23,7 @@ from kvflow.logs import logger_of
 from kvflow.prefix.keys import KEY_BYTES
 from kvflow.prefix.prefix_cache import PinnedPrefix, PrefixCache, SharingStatistics
 from kvflow.prefix.prefix_requests import token_size_bytes
-from kvflow.prefix.seek_request import LEASE_ID_PREFIX, SeekRequest
+from kvflow.prefix.seek_request import REQUEST_ID_PREFIX, SeekRequest
 from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.producer.lease import OpenLease, ServeRequest
 from kvflow.runtime.tasks import require_loop
@@ -185,7 +185,7 @@ class SharedPrefixes:
             return refusal(f"keys of a prefix: {counted(len(question.keys), 'byte')}, expected a multiple of {size}")
         if self._closed:
             return messages.NOTHING_YET
-        if self._serving.open_lease(LEASE_ID_PREFIX + question.request_id) is not None:
+        if self._serving.open_lease(REQUEST_ID_PREFIX + question.request_id) is not None:
             return refusal("this question has an offer already")  # asked at another address of this engine
         most = self._tokens_that_fit(self._pinned_blocks_max) // question.key_tokens
         if most < 1 or len(self._prefix_of_lease) >= _LEASES_MAX or len(self._waiting_replies) >= _MATCHES_MAX:
@@ -250,7 +250,7 @@ class SharedPrefixes:
                 question,
                 RequestError(f"a PrefixCache's match: expected a PinnedPrefix, got {checks.short_repr(pinned)}"),
             )
-        request_id = LEASE_ID_PREFIX + question.request_id
+        request_id = REQUEST_ID_PREFIX + question.request_id
         try:
             if (
                 self._closed or self._serving.lease_answers.refusal_reason

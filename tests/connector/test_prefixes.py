@@ -25,7 +25,7 @@ from kvflow.prefix.keys import prefix_keys
 from kvflow.prefix.kv_events import BlockStored
 from kvflow.prefix.prefix_requests import PrefixOffer, PrefixRequest
 from kvflow.prefix.prefixes import Prefixes
-from kvflow.prefix.seek_request import LEASE_ID_PREFIX
+from kvflow.prefix.seek_request import REQUEST_ID_PREFIX
 from kvflow.runtime.load.requests import LoadReport
 from kvflow.runtime.records import Attempt
 from kvflow.runtime.runtime import Runtime
@@ -235,7 +235,7 @@ class Peers(Prefixes):
 
     def _offer(self, peer: str, tokens: int, request: PrefixRequest | None = None) -> PrefixOffer:
         ticket = any_ticket(engine_id=peer).without_leases(
-            request_id=f"{LEASE_ID_PREFIX}x", block_ids=(), num_tokens=tokens, ttl_s=1.0
+            request_id=f"{REQUEST_ID_PREFIX}x", block_ids=(), num_tokens=tokens, ttl_s=1.0
         )
         left = tokens - (request.cached_tokens if request is not None else 0)
         s_per_token = request.recompute_s_per_token if request is not None else None

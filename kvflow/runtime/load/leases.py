@@ -290,7 +290,8 @@ class RemoteLeases:
     async def _renew_until_cancelled(self, owner: object, ticket: Ticket) -> None:
         """Look up the leases of a ticket, and renew them until the task is cancelled.
 
-        Task `kvflow-keep <request>`: begun by `keep_leases`. It ends with the `with` block.
+        Task `kvflow-keep <request>`: begun by `keep_leases`, and by pulls and loads of several tickets for the tickets
+        that they may read next. It ends when these no longer need the leases.
         """
         bound_s = self._config.load_deadline_s + self._opens_within_s(ticket)
         try:

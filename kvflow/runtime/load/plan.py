@@ -1,4 +1,6 @@
-"""Plan a load: check that the request fits its offer, and decide which offered block goes to which local block. Pure.
+"""Plan a load: check that the request fits its offer, and decide which offered block goes to which local block.
+
+No I/O, no clock; the only effect is that `plan_load` sets `chunks` and `tables` of the sources that are read.
 
 Every rank of an engine holds the same prompt in the same blocks. So blocks are matched once for each pair of a local
 and a remote group of layers, as chunks of tokens (`Chunks`), and then the block ids of each rank are filled in. All

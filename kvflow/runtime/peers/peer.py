@@ -110,8 +110,8 @@ class Connection:
         self.reads_directly: bool | None = None
         """True if every read from the peer goes straight into the cache, without buffers; None until computed."""
         self.region_map: RegionMap | None = None
-        """Mapping of remote to local regions for the fast planner of small loads (`match_few`); None if that planner
-        cannot be used for this peer."""
+        """Mapping of remote to local regions for the fast planner of small loads (`match_few`). None if that planner
+        cannot be used for this peer, and before the first load over this connection has been planned."""
 
     def __repr__(self) -> str:
         return f"<Connection {self.agent}, {counted(self.users, 'load')}>"
