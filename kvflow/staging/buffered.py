@@ -7,7 +7,6 @@ the local blocks. While one group is copied, others are read.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -23,7 +22,7 @@ from kvflow.runtime.copy_thread import run_all
 from kvflow.runtime.load.flight import CopyGroup, Flight, Read, SealPieceOf
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.plan import Plan
-from kvflow.runtime.load.spans import STOP_TOKEN, PromptSpan, SourcePart, SpanQueue, parts_by_group, parts_by_source
+from kvflow.runtime.load.spans import PromptSpan, SourcePart, SpanQueue, all_spans, parts_by_group, parts_by_source
 from kvflow.runtime.load.steps import may_use_scratch, read_directly, reads_of_chunks
 from kvflow.runtime.memory import CopyDirection, HostBlocks
 from kvflow.runtime.peers.peer import Source
@@ -130,7 +129,7 @@ class BufferedLoads:
         A span is a run of consecutive local blocks. Before a `CopyGroup` is yielded, wait for the buffers of its span.
         """
         queues = [self._span_queue(some, at, tables[at]) for at, some in parts_by_group(parts)]
-        for one in heapq.merge(*(queue.take_rest() for queue in queues), key=STOP_TOKEN):
+        for one in all_spans(queues):
             yield await self.copy_group(one, seal_piece_of)
 
     def span_queues(self, sources: Sequence[Source], tables: Sequence[BlockIds]) -> list[SpanQueue]:

@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
-from heapq import merge
 
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.load.flight import CopyGroup, Flight, SealPieceOf
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.plan import Plan
-from kvflow.runtime.load.spans import STOP_TOKEN, DirectSpans, PromptSpan, SpanQueue
+from kvflow.runtime.load.spans import DirectSpans, PromptSpan, SpanQueue, all_spans
 from kvflow.runtime.peers.peer import Source
 from kvflow.verify.cache_digests import DigestedCache, DigestSpec
 from kvflow.verify.digests import add_digests
@@ -40,17 +39,14 @@ class LandedDigests:
         self._spans = DirectSpans(cache)
         self._local_cache = local_cache
         self._specs = specs
-        self._first = dict[tuple[Source, BlockMap], int]()
-        """Index in `_sums` of the first layer of each source and block map."""
         self._digesting = list[asyncio.Task[None]]()
         self._closed = False
-        self._sums: dict[Source, list[int]] = {}
-        for source, of_source in specs.items():
-            count = 0
-            for block_map, spec in of_source.items():
-                self._first[source, block_map] = count
-                count += len(spec.layers)
-            self._sums[source] = [0] * count
+        self._sums = {
+            (source, block_map): [0] * len(spec.layers)
+            for source, of_source in specs.items()
+            for block_map, spec in of_source.items()
+        }
+        """Sums of the digests of all digested spans, one for each layer of each spec."""
 
     async def read(self, load: Load, flight: Flight, plan: Plan) -> bool:
         """Read all spans of a load. Return True if the leases covered the whole read (`Flight.read_groups`)."""
@@ -64,7 +60,7 @@ class LandedDigests:
         computation.
         """
         await asyncio.gather(*self._digesting)
-        return self._sums[source]
+        return [digest for block_map in self._specs[source] for digest in self._sums[source, block_map]]
 
     async def aclose(self) -> None:
         """Stop computing digests. Spans that land later are not digested."""
@@ -77,24 +73,27 @@ class LandedDigests:
         self, queues: Sequence[SpanQueue], seal_piece_of: SealPieceOf
     ) -> AsyncGenerator[CopyGroup, None]:
         """Yield the reads of each span, in prompt order. The span is digested when these reads have landed."""
-        for span in merge(*(queue.take_rest() for queue in queues), key=STOP_TOKEN):
+        for span in all_spans(queues):
             group = await self._spans.copy_group(span, seal_piece_of)
             yield group._replace(on_land=partial(self._span_landed, span))
 
     def _span_landed(self, span: PromptSpan, _now_s: float, _begun_s: float) -> None:
         if not self._closed:
-            self._digesting.append(asyncio.ensure_future(self._digest(span)))
+            self._digesting.append(asyncio.create_task(self._digest(span), name="kvflow-digest-span"))
 
     async def _digest(self, span: PromptSpan) -> None:
-        """Digest the blocks of `span`, and add the results to the digests of the span's source."""
-        asked, places = list[DigestSpec](), list[tuple[list[int], int]]()
+        """Digest the blocks of `span`, and add the results to `_sums`.
+
+        Task `kvflow-digest-span`: one for each span that has landed. It ends when the span is digested, at the latest
+        with the load. If it fails, the load is not verified.
+        """
+        asked, sums = list[DigestSpec](), list[list[int]]()
         for part in span.queue.parts:
             spec = self._specs[part.source][part.block_map]
             start, stop = max(span.start_token, spec.tokens.start), min(span.stop_token, spec.tokens.stop)
             if start < stop:
                 asked.append(spec._replace(block_ids=span.local_ids, tokens=range(start, stop)))
-                first = self._first[part.source, part.block_map]
-                places += [(self._sums[part.source], first + at) for at in range(len(spec.layers))]
-        found = await self._local_cache.digests(asked)
-        for (sums, at), digest in zip(places, found, strict=True):
-            sums[at] = add_digests(sums[at], digest)
+                sums.append(self._sums[part.source, part.block_map])
+        found = iter(await self._local_cache.digests(asked))
+        for of_part in sums:
+            of_part[:] = map(add_digests, of_part, found)  # takes as many digests of `found` as the part has layers

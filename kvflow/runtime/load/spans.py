@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import merge
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
@@ -231,6 +232,11 @@ class DirectSpans(SpanPlanner):
             chunks = {part.block_map: span.chunks_of(part)}
             reads += reads_of_chunks(self._cache, part.source, chunks, None if reads else seal_piece_of)
         return CopyGroup(reads)
+
+
+def all_spans(queues: Sequence[SpanQueue]) -> Iterator[PromptSpan]:
+    """Take and return all spans that are left in `queues`, in prompt order."""
+    return merge(*(queue.take_rest() for queue in queues), key=STOP_TOKEN)
 
 
 def parts_by_group(parts: Sequence[SourcePart]) -> list[tuple[int, list[SourcePart]]]:
