@@ -1,10 +1,10 @@
 """The workers' half of a connector, for any engine: carries out the steps that `connector.scheduler` makes.
 
-In each step the engine calls `prepare`, `begin` and `collect`. `begin` and `collect` never wait: loads, leases and
-questions to peers run as tasks on the loop of a `blocking.Runtime`. Each result is reported once and is final. A
-request is reported as received when its load has ended, well or not, and no byte can land in its blocks. It is reported
-as sent when its lease has ended, but only if the router got its ticket (`Step.send`), since only then does the engine
-wait for the lease. If a task dies, `collect` raises the task's error.
+In each step the engine calls `prepare`, `begin` and `collect`. `begin` never waits, and `collect` only if it is asked
+to: loads, leases and questions to peers run as tasks on the loop of a `blocking.Runtime`. Each result is reported once
+and is final. A request is reported as received when its load has ended, well or not, and no byte can land in its
+blocks. It is reported as sent when its lease has ended, but only if the router got its ticket (`Step.send`), since only
+then does the engine wait for the lease. If a task dies, `collect` raises the task's error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Coroutine, Iterator, Sequence, Set
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -135,6 +135,9 @@ class _SavedPrompt:
             self.restart_timer = None
 
 
+_NO_RESULTS = Results()
+
+
 class ConnectorWorker:
     """The workers' half of a connector, on one rank: loads and offers prompts as the scheduler's half decides.
 
@@ -152,8 +155,8 @@ class ConnectorWorker:
         self._prefix_cache: PagedPrefixCache | None = None
         """The prefix cache that is shared with peers; None until `share` is called."""
         self._sharing: SharedPrefixes | None = None
-        self._lock = threading.Lock()
-        """Lock for `_results`, which two threads use: the engine's and the loop's."""
+        self._reported = threading.Condition()
+        """Guards `_results`, which two threads use: the engine's and the loop's. `collect` may wait for the loop's."""
         self._results = Results()
         self._internal_error: BaseException | None = None
         self._saved: dict[str, _SavedPrompt] = {}
@@ -260,8 +263,12 @@ class ConnectorWorker:
         if step != _EMPTY_STEP:
             self._runtime.start(lambda runtime: self._carry_out(runtime, step, ready, after))
 
-    def collect(self) -> Results:
-        """Return the loads, leases and questions to peers that have ended since the last call. Never wait.
+    def collect(self, wait_s: float = 0.0) -> Results:
+        """Return the loads, leases and questions to peers that have ended since the last call.
+
+        Args:
+            wait_s: maximum seconds to wait for a result if there is none yet, and a load is under way. An engine that
+                has nothing to compute until a load ends leaves the processor to the load while it waits here.
 
         Returns:
             The results; none is returned twice.
@@ -269,11 +276,23 @@ class ConnectorWorker:
         Raises:
             BaseException: a task has failed because of a bug in kvflow. Every later call raises the same error.
         """
-        if self._internal_error is not None:
-            raise self._internal_error
-        with self._lock:
+        with self._reported:
+            if wait_s > 0:
+                self._reported.wait_for(self._must_not_wait, wait_s)
+            if self._internal_error is not None:
+                raise self._internal_error
             taken, self._results = self._results, Results()
         return taken
+
+    def _must_not_wait(self) -> bool:
+        return not self._receiving or self._results != _NO_RESULTS or self._internal_error is not None
+
+    @contextmanager
+    def _reporting(self) -> Iterator[Results]:
+        """Context in which the loop's thread adds to the results; afterwards `collect` waits no longer."""
+        with self._reported:
+            yield self._results
+            self._reported.notify()
 
     # --- on the loop
 
@@ -287,7 +306,7 @@ class ConnectorWorker:
         try:
             self._start(runtime, step, ready, after)
         except Exception as problem:  # noqa: BLE001 - a bug in kvflow, which `collect` raises
-            self._internal_error = problem
+            self._note_internal_error(problem)
 
     def _start(self, runtime: Runtime, step: Step, ready: DeviceEvent | None, after: DeviceEvent | None) -> None:
         for request_id in step.send:
@@ -359,16 +378,16 @@ class ConnectorWorker:
     def _report_load(self, runtime: Runtime, receive: Receive, outcome: LoadReport | BaseException | None) -> None:
         request_id = receive.request_id
         if isinstance(outcome, LoadReport):
-            with self._lock:
-                self._results.loaded[request_id] = outcome
+            with self._reporting() as results:
+                results.loaded[request_id] = outcome
             if self._peers is not None:
                 self._peers.prefixes.learn(receive.tickets[0], outcome)
             return
         if outcome is not None and not isinstance(outcome, KVFlowError | asyncio.CancelledError):
             raise outcome
         error = outcome if isinstance(outcome, KVFlowError) else None
-        with self._lock:
-            self._results.failed[request_id] = FailedLoad(receive.block_tables, error)
+        with self._reporting() as results:
+            results.failed[request_id] = FailedLoad(receive.block_tables, error)
         logger.warning("request %s: its prompt was not received: %s", request_id, error or "abandoned")
         if (error is None or receive.release_if_failed) and not receive.shared:  # no request will read the offer
             self._release(runtime, receive.tickets)
@@ -454,10 +473,10 @@ class ConnectorWorker:
         request_id = offer.save.request_id
         current = self._saved.get(request_id) is offer
         if offer.outcome is not None and (offer.sent or not current):
-            with self._lock:
-                self._results.leases.append((request_id, offer.outcome))
+            with self._reporting() as results:
+                results.leases.append((request_id, offer.outcome))
                 if offer.sent:
-                    self._results.sent.add(request_id)
+                    results.sent.add(request_id)
             if current:
                 del self._saved[request_id]
 
@@ -491,9 +510,9 @@ class ConnectorWorker:
 
     async def _ask_peers(self, runtime: Runtime, peers: PrefixPeers, question: Question) -> None:
         outcome, tickets, others = await peers.ask(question)
-        with self._lock:
-            self._results.found[question.request_id] = tickets
-            self._results.answers.append(outcome)
+        with self._reporting() as results:
+            results.found[question.request_id] = tickets
+            results.answers.append(outcome)
         self._release(runtime, others)
 
     # --- tasks
@@ -505,8 +524,13 @@ class ConnectorWorker:
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._internal_error = task.exception()
+        if not task.cancelled() and (problem := task.exception()) is not None:
+            self._note_internal_error(problem)
+
+    def _note_internal_error(self, problem: BaseException) -> None:
+        """Have `collect` raise `problem`, which is a bug in kvflow, from now on."""
+        with self._reporting():
+            self._internal_error = problem
 
 
 def _load_request(runtime: Runtime, receive: Receive, after: DeviceEvent | None) -> LoadRequest:

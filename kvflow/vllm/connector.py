@@ -79,6 +79,8 @@ logger = logger_of("vllm.kvflow")
 # vLLM 0.33 and later call workers before the addresses of the cache are mapped to other memory, and afterwards.
 _NOTIFIES_OF_SLEEP = hasattr(KVConnectorBase_V1, "release_kv_caches")
 _PREFIX_SETTINGS = "share_prefixes, prefix_peers or prefix_events"
+# vLLM steps again and again while a request waits for its load, and looks for new requests only between two steps.
+_IDLE_STEP_S = 0.002
 _ANY_GRAMMAR = StructuredOutputsParams(json_object=True)
 _COMPLETED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
@@ -91,6 +93,8 @@ class KVFlowMetadata(KVConnectorMetadata):
     cards: tuple[bytes, ...] = ()
     """For stock readers: all workers' encoded metadata (`EngineRanks.card`), since a stock reader may ask any worker
     about all workers. Empty if the workers have the metadata already."""
+    idle: bool = False
+    """True if the engine computes nothing in this step. The workers may then wait a moment for a load."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     """In the scheduler: True if vLLM computes a prompt locally after its load has failed."""
     _spreads_samples = False
     """In the scheduler: True if vLLM may give samples of one prompt to several engines."""
+    _steps_alone = True
+    """In the scheduler: False if other engines wait for this engine's steps, as data-parallel engines do."""
     _prefixes: RequestPrefixes | None = None
     """In the scheduler: shares and loads prefixes of prompts; None if the configuration asks for neither."""
     _shares_prefixes = False
@@ -165,6 +171,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._recomputes_failed_loads = vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
             warn_of_side_channel(vllm_config)
             self._spreads_samples = spreads_samples(vllm_config)
+            self._steps_alone = vllm_config.parallel_config.data_parallel_size == 1
             dialect = OWN_DIALECT
             if extra.stock_peers:
                 with importing_part("stock", "stock_peers", ConfigError):
@@ -334,7 +341,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             done = {} if scheduler_output.has_sync_kv_loads else scheduled
             self._prefixes.build_step(step, done, preempted=preempted, block_ids=block_ids)
         cards, self._cards = self._cards, ()
-        return KVFlowMetadata(step, cards)
+        return KVFlowMetadata(step, cards, idle=self._steps_alone and not scheduler_output.total_num_scheduled_tokens)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         received, sent = connector_output.finished_recving or (), connector_output.finished_sending or ()
@@ -481,7 +488,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.begin(step, ready=self._record_event())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        found = self._worker.collect()
+        idle = self.has_connector_metadata() and cast(KVFlowMetadata, self._get_connector_metadata()).idle
+        found = self._worker.collect(_IDLE_STEP_S if idle else 0.0)
         self._worker_report = self._worker_report.aggregate(
             KVFlowWorkerReport(found=found.found, refused=found.refused)
         )

@@ -7,6 +7,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -23,7 +24,7 @@ from kvflow.connector.prefix_peers import PrefixPeers
 from kvflow.connector.prefix_questions import PrefixOutcome
 from kvflow.connector.scheduler import ConnectorScheduler, SchedulingConfig, Sharing
 from kvflow.connector.step import Step
-from kvflow.connector.worker import ConnectorWorker, FailedLoad
+from kvflow.connector.worker import ConnectorWorker, FailedLoad, Results
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.prompts import marked_by_keys
 from kvflow.core.protocol.ticket import Ticket
@@ -604,6 +605,57 @@ def test_steps_without_work_wake_nobody(pair: Pair, monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patched:
         patched.delattr(Runtime, "start")
         pair.decode.step()
+
+
+def is_waited_for(worker: ConnectorWorker) -> bool:
+    return bool(worker._reported._waiters)  # type: ignore[attr-defined]
+
+
+def test_a_step_that_waits_for_a_load_is_woken_by_its_end(pair: Pair) -> None:
+    decode = pair.decode
+    begin_held(pair.prefill, decode)
+    with ThreadPoolExecutor(1) as engine:
+        results = engine.submit(decode.worker.collect, 10 * WAIT_S)
+        until_blocking(lambda: is_waited_for(decode.worker))
+        decode.perform()
+        found = results.result(WAIT_S)
+    assert found.received == {"d"}
+    decode.scheduler.update_from_workers(received=found.received)
+    decode.scheduler.request_finished("d", completed=True)
+    pair.prefill.until_read()
+
+
+def test_a_step_that_waits_for_a_load_is_woken_by_a_bug(pair: Pair) -> None:
+    decode = pair.decode
+    begin_held(pair.prefill, decode)
+    with ThreadPoolExecutor(1) as engine:
+        results = engine.submit(decode.worker.collect, 10 * WAIT_S)
+        until_blocking(lambda: is_waited_for(decode.worker))
+        decode.on_loop(lambda: decode.worker._note_internal_error(ZeroDivisionError()))
+        with pytest.raises(ZeroDivisionError):
+            results.result(WAIT_S)
+    decode.worker._internal_error = None
+    decode.perform()
+    decode.until_loaded()
+    pair.prefill.until_read()
+
+
+def test_a_step_waits_no_longer_than_it_may_and_not_without_a_load(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, waits = pair.decode, list[float | None]()
+    wait = decode.worker._reported.wait
+    with monkeypatch.context() as patched:
+        patched.setattr(decode.worker._reported, "wait", lambda s: (waits.append(s), wait(s))[1])
+        assert decode.worker.collect(WAIT_S) == Results()
+        assert waits == []
+        begin_held(pair.prefill, decode)
+        assert decode.worker.collect() == Results()
+        assert waits == []
+        assert decode.worker.collect(0.001) == Results()
+        assert waits
+        assert max(filter(None, waits)) <= 0.001
+    decode.perform()
+    decode.until_loaded()
+    pair.prefill.until_read()
 
 
 def test_closing_ends_loads_and_leases_and_refuses_steps() -> None:

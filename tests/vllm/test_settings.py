@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections import deque
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -57,7 +58,9 @@ def vllm_config(role: str = "kv_both", **extra: Any) -> Any:
             is_kv_producer=role != "kv_consumer",
             is_kv_consumer=role != "kv_producer",
         ),
-        parallel_config=SimpleNamespace(tensor_parallel_size=4, data_parallel_index=1, pipeline_parallel_size=2),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=4, data_parallel_index=1, data_parallel_size=1, pipeline_parallel_size=2
+        ),
         model_config=SimpleNamespace(
             model="org/model", use_mla=False, get_total_num_kv_heads=lambda: 8, multimodal_config=None
         ),
@@ -443,6 +446,7 @@ def test_what_workers_show_stock_readers_goes_to_all_of_them_with_the_next_step(
     output: Any = SimpleNamespace(
         kv_connector_block_state=SimpleNamespace(resolve_block_ids=None),
         num_scheduled_tokens={},
+        total_num_scheduled_tokens=0,
         scheduled_new_reqs=[],
         scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
         preempted_req_ids=None,
@@ -450,6 +454,30 @@ def test_what_workers_show_stock_readers_goes_to_all_of_them_with_the_next_step(
     for _ in range(2):
         worker.bind_connector_metadata(scheduler.build_connector_meta(output))
     assert seen == [(b"card",)]
+
+
+@pytest.mark.parametrize(("alone", "tokens", "waits"), [(True, 0, True), (True, 5, False), (False, 0, False)])
+def test_only_a_step_that_computes_nothing_waits_for_loads(alone: bool, tokens: int, waits: bool) -> None:
+    """Nor does it if other engines wait for the step, as data-parallel ones do."""
+    scheduler, worker = (KVFlowConnector.__new__(KVFlowConnector) for _ in range(2))
+    scheduler._scheduler = ConnectorScheduler(scheduling_of(vllm_config(), [FULL]), new_secret=lambda: "secret")
+    scheduler._steps_alone = alone
+    waited: list[float] = []
+    fake = SimpleNamespace(collect=lambda s: waited.append(s) or Results(), shared_outcomes=lambda: ())
+    worker._role, worker._worker = KVConnectorRole.WORKER, cast(Any, fake)
+    worker._groups, worker._stats, worker._late_reads = [FULL], KVFlowStats(), deque()
+    worker._failed_blocks = set()
+    output: Any = SimpleNamespace(
+        kv_connector_block_state=SimpleNamespace(resolve_block_ids=lambda _: ([],)),
+        num_scheduled_tokens={"r": tokens} if tokens else {},
+        total_num_scheduled_tokens=tokens,
+        scheduled_new_reqs=[SimpleNamespace(req_id="r", num_computed_tokens=0)] if tokens else [],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+        preempted_req_ids=None,
+    )
+    worker.bind_connector_metadata(scheduler.build_connector_meta(output))
+    worker.get_transfer_results(set())
+    assert [one > 0 for one in waited] == [waits]
 
 
 def test_prompts_of_windows_are_computed_whole_for_stock_readers() -> None:
