@@ -1,8 +1,9 @@
 """Loads of growing leases: the prompt is still being computed, or being copied to memory that peers can read.
 
 A load learns how far a lease has grown from the answer to a question that waits at the producer (`lease_questions`). An
-answer proves nothing, so the load fetches the seal after each answer, at the end of the read, and every
-`SEAL_FETCH_EVERY_S` in case no answer comes. Tokens that a seal shows to be readable are read in prompt order, once
+answer proves nothing, so the load fetches the seal after each answer, and at the end of the read. In case no answer
+comes, the load also fetches the seal every `SEAL_FETCH_ASKED_S` while the rank has a question of the load, else every
+`SEAL_FETCH_EVERY_S`. Tokens that a seal shows to be readable are read in prompt order, once
 they are enough for a read, and where possible from each rank independently.
 """
 
@@ -31,6 +32,7 @@ from kvflow.runtime.peers.peer import Source
 __all__ = ["GrowingLeases", "GrowingLoads", "begin"]
 
 SEAL_FETCH_EVERY_S = 0.1
+SEAL_FETCH_ASKED_S = 0.5  # the answer is enough, unless it is lost
 _WORTH_S = 1e-3
 _WORTH_LEAST_BYTES = 1 << 17  # moved in a millisecond at a gigabit per second
 _GOLDEN = 0.618  # the fractional parts of its multiples are spread evenly
@@ -97,7 +99,7 @@ class _GrowingRead:
         self._speeds: dict[Source, float] = {}
         """Measured average speed of reads, by source, in bytes per second."""
         self._followed: dict[Source, FollowedLease] = {}
-        self._alarm = Alarm(growing.clock, self._fetch_all_seals)
+        self._alarm = Alarm(growing.clock, self._on_alarm)
         self._listen_for_answers()
 
     def close(self) -> None:
@@ -241,10 +243,17 @@ class _GrowingRead:
             return tokens
         return f"{tokens}, as far as is known: a fetch of its seal has not ended for {silent_s:.3g} s"
 
-    def _fetch_all_seals(self) -> None:
-        """Callback of `_alarm`: have the seals of all sources fetched, because an answer may have been lost."""
-        self._seals_due.update(self._load.sources)
-        self._flight.nudge()
+    def _on_alarm(self) -> None:
+        """Callback of `_alarm`: have seals fetched of which no answer has told anything for some time."""
+        now_s = self._growing.clock.now_s()
+        asked = {source for source, one in self._followed.items() if one.asked}
+        since_s = {source: now_s - source.proof.last_open_s for source in self._load.sources}
+        due = [source for source in since_s if source not in asked or since_s[source] >= SEAL_FETCH_ASKED_S]
+        if due:
+            self._seals_due.update(due)
+            self._flight.nudge()
+        else:
+            self._alarm.set(now_s + max(SEAL_FETCH_ASKED_S - max(since_s.values()), SEAL_FETCH_EVERY_S))
 
     def _on_answer(self, source: Source) -> None:
         """Callback when a rank has answered about the lease of `source`: have the seal of `source` fetched next."""

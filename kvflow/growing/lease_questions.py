@@ -49,6 +49,8 @@ class FollowedLease:
     missing_max: int = -1
     """The rank is asked to answer as soon as at most this many tokens are missing; -1: only once the lease is complete
     or has ended."""
+    asked: bool = False
+    """True while the rank has a question about the lease, and will answer it."""
     lowered: asyncio.Event = field(default_factory=asyncio.Event)
     """Event that is set when `missing_max` was lowered, so that the rank is asked again immediately."""
     ids_to_fill: list[tuple[BlockIds, BlockIds, BlockIds]] = field(default_factory=list)
@@ -214,12 +216,14 @@ class LeaseQuestions:
                 missing_max=one.missing_max,
             )
             try:
+                one.asked = True
                 answer = await self._cache.peers.ask_until_answered(peer, question)
                 one.apply_answer(answer)
                 state = answer.state
             except PeerError as error:
                 one.fail(error)
                 state = LeaseAnswerState.ENDED
+            one.asked = False
             if self.on_answer is not None:
                 self.on_answer(one.source)
             if state is LeaseAnswerState.OPEN and tuple(one.known) == known:

@@ -12,7 +12,7 @@ import pytest
 from kvflow import Lease, LeaseOutcome, Limits, Load, LoadRequest, ServeRequest
 from kvflow.errors import DeadlineExceeded, TransferFailed
 from kvflow.growing import growing_loads
-from kvflow.growing.growing_loads import SEAL_FETCH_EVERY_S
+from kvflow.growing.growing_loads import SEAL_FETCH_ASKED_S, SEAL_FETCH_EVERY_S
 from kvflow.growing.lease_questions import LeaseQuestions
 from kvflow.testing import InprocPair
 from kvflow.transport.base import TransportError
@@ -59,7 +59,7 @@ async def test_who_waits_looks_now_and_then() -> None:
         await asyncio.sleep(5.0)
         before = reads(pair)
         await asyncio.sleep(1.0)
-        assert reads(pair) - before <= COUNT * (1.0 / SEAL_FETCH_EVERY_S + 1)
+        assert reads(pair) - before <= COUNT * (1.0 / SEAL_FETCH_ASKED_S + 1)
         for lease in leases:
             lease.advance(4)
         await asyncio.gather(*loads)
