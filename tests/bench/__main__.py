@@ -12,6 +12,7 @@ from tests.bench.fleet.figure import draw
 from tests.bench.fleet.scenario import FleetBench
 from tests.bench.flow.scenario import Flow
 from tests.bench.never_idle import NeverIdle
+from tests.bench.pages import Pages
 from tests.bench.peers.scenario import Peers
 from tests.bench.planning import Planning
 from tests.bench.prefixes import PrefixPulls
@@ -27,6 +28,7 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "topology": Topology,
     "fairness": Fairness,
     "peers": Peers,
+    "pages": Pages,
     "planning": Planning,
     "prefixes": PrefixPulls,
     "profile": Profile,

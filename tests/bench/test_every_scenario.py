@@ -89,6 +89,17 @@ def check_planning(report: Report) -> None:
     assert windowed["moved"] == pytest.approx((10 * 8192 + 50 * 64) / (60 * 8192))
 
 
+def check_pages(report: Report) -> None:
+    rows = report["pages"]
+    assert [(row["pages"], row["ids"]) for row in rows] == list(product((64, 2048), ("scattered", "in order")))
+    for row in rows:
+        for name in ("serve_s", "ticket_s", "start_s", "longest_turn_s", "load_s"):
+            assert row[name]["samples"] == 2
+            assert row[name]["min"] > 0
+        assert row["longest_turn_s"]["max"] <= row["load_s"]["max"] * 1.001
+    assert [row["verdict"] for row in report["targets"]] == ["not measured"]  # which is of 262,144
+
+
 def check_profile(report: Report) -> None:
     *parts, whole = (row["step_s"] for row in report["hops"])
     assert len(parts) == 6
@@ -165,6 +176,7 @@ SMALLEST: dict[str, tuple[str, Callable[[Report], None], tuple[str, ...]]] = {
     "peers": ("--sizes block,4x1 --pairs 1 --rounds 1 --layers 2", check_peers, ("raw_tuned", "4 x 1 MB")),
     "topology": ("--size 1 --rounds 2 --layers 2", check_topology, ("staged", "Ratios are of speed")),
     "fairness": ("--size 256 --rounds 1", check_fairness, ("one block, behind", "delay")),
+    "pages": ("--pages 64,2048 --rounds 2", check_pages, ("scattered", "longest turn ms")),
     "planning": ("--repeats 3", check_planning, ("8 of 8 heads", "first ms")),
     "prefixes": (
         "--rounds 2 --questions 2 --pulls 4 --prefix-blocks 2 --unknown-keys 2000",

@@ -12,6 +12,7 @@ from kvflow.core.plan.descriptors import Chunks, Descriptors, Piece, plan_read
 
 # Number of descriptors: planning a slice alone costs some 15 us; many more descriptors do not fit the CPU's cache.
 _PLANNED_AT_ONCE = 1 << 13
+_PLANNED_TO_JOIN = 4 * _PLANNED_AT_ONCE  # of a slice with chunks that may be joined: then it takes far fewer
 _MANY = 1 << 10  # chunks from which sorting by small keys is faster
 
 
@@ -35,13 +36,14 @@ def plan_slices(
             parts = some.remote_parts
             keys = some.remote_ids if parts is None else some.remote_ids * (1 << 32) + parts
             short = len(some) > _MANY and keys.max() < 1 << 16  # numpy sorts 16-bit keys by radix, ten times as fast
-            order = keys.astype(np.uint16 if short else np.int64, copy=False).argsort(kind="stable")
+            order = keys.astype(np.uint16).argsort(kind="stable") if short else keys.argsort()  # keys are distinct
             some = some.select(order)  # by address in the peer's memory
         chunk_bytes, pieces, joins = 0, 0, False
         for pairs in groups:
             chunk_bytes, pieces = chunk_bytes + pairs.chunk_size_bytes, pieces + pairs.pieces
-            joins = joins or len(pairs.local_offsets) == 1  # joined chunks may take far fewer descriptors
-        step = max(bytes_max // chunk_bytes if joins else min(bytes_max // chunk_bytes, descriptors_max // pieces), 1)
+            joins = joins or len(pairs.local_offsets) == 1
+        most = _PLANNED_TO_JOIN if joins else descriptors_max
+        step = max(min(bytes_max // chunk_bytes, most // pieces), 1)
         start, stop = 0, step  # the first slice is planned alone, so that it can be posted soon
         while start < len(some):
             plan = plan_read(

@@ -395,6 +395,8 @@ def nhd_heads() -> BlockMap:
         (pair_whole(large_regions(1 << 20), large_regions(1 << 20)), 1 << 19, 1, (960 << 14, 8192), 8 * 8 << 19),
         # the ids in another order are half of it; all rows would be 12 times the ids
         (pair_whole(*[large_regions(1 << 16, layers=1)] * 2), 1 << 15, 1, (1 << 20, 1 << 20), 6 * 8 << 15),
+        # small chunks that could be joined, and are not: rows of all would be 12 times the ids
+        (pair_whole(*[large_regions(1 << 20, layers=1, block=lump(16))] * 2), 1 << 19, 1, (1 << 30, 8192), 6 * 8 << 19),
         # pieces of small chunks: 1024 rows of 48 bytes; all of them would be 32 times as large
         (nhd_heads(), 32, 64, (1 << 30, 1024), 8 * 48 * 1024),
     ],
