@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvflow import checks
 from kvflow.blocking import Runtime as BlockingRuntime
 from kvflow.connector.paged_groups import PagedGroup
 from kvflow.connector.parameters import runtime_id_of
@@ -274,8 +275,11 @@ class ConnectorWorker:
             The results; none is returned twice.
 
         Raises:
+            RequestError: `wait_s` is not a number of seconds.
             BaseException: a task has failed because of a bug in kvflow. Every later call raises the same error.
         """
+        if wait_s != 0.0:
+            wait_s = float(checks.checked(wait_s, "collect: wait_s", checks.Timeout))
         with self._reported:
             if wait_s > 0:
                 self._reported.wait_for(self._must_not_wait, wait_s)

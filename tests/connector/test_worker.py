@@ -33,6 +33,7 @@ from kvflow.errors import (
     LeaseExpired,
     PrefillFailed,
     PromptMismatch,
+    RequestError,
     RuntimeClosed,
     TransferFailed,
 )
@@ -655,6 +656,17 @@ def test_a_step_waits_no_longer_than_it_may_and_not_without_a_load(pair: Pair, m
         assert max(filter(None, waits)) <= 0.001
     decode.perform()
     decode.until_loaded()
+    pair.prefill.until_read()
+
+
+@pytest.mark.parametrize("wait_s", [-1.0, float("nan"), float("inf"), 1e300, "1", None])
+def test_a_step_waits_for_a_number_of_seconds(pair: Pair, wait_s: Any) -> None:
+    begin_held(pair.prefill, pair.decode)
+    with pytest.raises(RequestError, match="collect: wait_s"):
+        pair.decode.worker.collect(wait_s)
+    assert pair.decode.worker.collect(0) == Results()
+    pair.decode.perform()
+    pair.decode.until_loaded()
     pair.prefill.until_read()
 
 
