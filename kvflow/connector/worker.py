@@ -278,11 +278,9 @@ class ConnectorWorker:
             RequestError: `wait_s` is not a number of seconds.
             BaseException: a task has failed because of a bug in kvflow. Every later call raises the same error.
         """
-        if wait_s != 0.0:
-            wait_s = float(checks.checked(wait_s, "collect: wait_s", checks.Timeout))
         with self._reported:
-            if wait_s > 0:
-                self._reported.wait_for(self._must_not_wait, wait_s)
+            if wait_s != 0.0:
+                self._reported.wait_for(self._must_not_wait, checks.checked(wait_s, "collect: wait_s", checks.Timeout))
             if self._internal_error is not None:
                 raise self._internal_error
             taken, self._results = self._results, Results()

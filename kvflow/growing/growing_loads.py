@@ -3,8 +3,8 @@
 A load learns how far a lease has grown from the answer to a question that waits at the producer (`lease_questions`). An
 answer proves nothing, so the load fetches the seal after each answer, and at the end of the read. In case no answer
 comes, the load also fetches the seal every `SEAL_FETCH_ASKED_S` while the rank has a question of the load, else every
-`SEAL_FETCH_EVERY_S`. Tokens that a seal shows to be readable are read in prompt order, once
-they are enough for a read, and where possible from each rank independently.
+`SEAL_FETCH_EVERY_S`. Tokens that a seal shows to be readable are read in prompt order, once they are enough for a read,
+and where possible from each rank independently.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvflow.runtime.peers.peer import Source
 __all__ = ["GrowingLeases", "GrowingLoads", "begin"]
 
 SEAL_FETCH_EVERY_S = 0.1
-SEAL_FETCH_ASKED_S = 0.5  # the answer is enough, unless it is lost
+SEAL_FETCH_ASKED_S = 0.5  # the answer says when to fetch the seal, unless the answer is lost
 _WORTH_S = 1e-3
 _WORTH_LEAST_BYTES = 1 << 17  # moved in a millisecond at a gigabit per second
 _GOLDEN = 0.618  # the fractional parts of its multiples are spread evenly

@@ -7,7 +7,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -608,16 +608,19 @@ def test_steps_without_work_wake_nobody(pair: Pair, monkeypatch: pytest.MonkeyPa
         pair.decode.step()
 
 
-def is_waited_for(worker: ConnectorWorker) -> bool:
-    return bool(worker._reported._waiters)  # type: ignore[attr-defined]
+@contextlib.contextmanager
+def waiting_step(engine: Engine) -> Iterator[Future[Results]]:
+    """The results of a step that has begun to wait for a load."""
+    with ThreadPoolExecutor(1) as thread:
+        results = thread.submit(engine.worker.collect, 10 * WAIT_S)
+        until_blocking(lambda: bool(engine.worker._reported._waiters))  # type: ignore[attr-defined]
+        yield results
 
 
 def test_a_step_that_waits_for_a_load_is_woken_by_its_end(pair: Pair) -> None:
     decode = pair.decode
     begin_held(pair.prefill, decode)
-    with ThreadPoolExecutor(1) as engine:
-        results = engine.submit(decode.worker.collect, 10 * WAIT_S)
-        until_blocking(lambda: is_waited_for(decode.worker))
+    with waiting_step(decode) as results:
         decode.perform()
         found = results.result(WAIT_S)
     assert found.received == {"d"}
@@ -629,9 +632,7 @@ def test_a_step_that_waits_for_a_load_is_woken_by_its_end(pair: Pair) -> None:
 def test_a_step_that_waits_for_a_load_is_woken_by_a_bug(pair: Pair) -> None:
     decode = pair.decode
     begin_held(pair.prefill, decode)
-    with ThreadPoolExecutor(1) as engine:
-        results = engine.submit(decode.worker.collect, 10 * WAIT_S)
-        until_blocking(lambda: is_waited_for(decode.worker))
+    with waiting_step(decode) as results:
         decode.on_loop(lambda: decode.worker._note_internal_error(ZeroDivisionError()))
         with pytest.raises(ZeroDivisionError):
             results.result(WAIT_S)

@@ -12,7 +12,8 @@ from kvflow.core.plan.descriptors import Chunks, Descriptors, Piece, plan_read
 
 # Number of descriptors: planning a slice alone costs some 15 us; many more descriptors do not fit the CPU's cache.
 _PLANNED_AT_ONCE = 1 << 13
-_PLANNED_TO_JOIN = 4 * _PLANNED_AT_ONCE  # of a slice with chunks that may be joined: then it takes far fewer
+# The same for a slice with chunks that may be joined; the joined ones take far fewer.
+_PLANNED_TO_JOIN = 4 * _PLANNED_AT_ONCE
 _MANY = 1 << 10  # chunks from which sorting by small keys is faster
 
 
