@@ -11,7 +11,6 @@ below: this differs from error to error, so read it from the error; the class ha
     |  |- LayoutError            caller   do not retry   safe      tensors do not match the described cache
     |  |- RequestError           caller   do not retry   safe      a request or ticket is invalid
     |  |  |- BlocksBusy          caller   do not retry   safe      blocks that another request is using
-    |  |  |- HostBlocksBusy      caller   do not retry   safe      too few host blocks are free for another lease
     |  |  `- PromptMismatch      caller   do not retry   safe      the ticket is for another prompt
     |  `- UsageError             caller   do not retry   safe      a method called in the wrong state, loop or thread
     |- RuntimeUnavailable        engine   retry          ask       this runtime is being taken out of service
@@ -27,7 +26,8 @@ below: this differs from error to error, so read it from the error; the class ha
     |- LoadError                 nobody   do not retry   ask       one load failed after it was accepted
     |  |- LeaseExpired           nobody   do not retry   ask       the blocks may have been reused: prefill again
     |  |- PrefillFailed          peer     retry          ask       the producer will not complete the prompt
-    |  |- Overloaded             engine   retry          ask       too many loads wait, or too many peers
+    |  |- Overloaded             engine   retry          ask       this engine is at one of its limits: it is full
+    |  |  `- HostBlocksBusy      engine   retry          ask       too few host blocks are free for another lease
     |  |- TransferFailed         peer     retry          ask       the transport reported a failure
     |  |- ChecksumMismatch       peer     do not retry   ask       bytes differ from the producer's, read twice
     |  `- DeadlineExceeded       nobody   retry          ask       time ran out in `phase`
@@ -239,13 +239,6 @@ class BlocksBusy(RequestError):
     """
 
 
-class HostBlocksBusy(RequestError):
-    """A lease needs more host blocks (blocks in host buffers, `Config.staging`) than are free.
-
-    Serve the request once other leases have ended, or raise `host_buffer_bytes_max`.
-    """
-
-
 class PromptMismatch(RequestError):
     """The ticket is for another prompt.
 
@@ -405,14 +398,22 @@ class PrefillFailed(LoadError):
 
 
 class Overloaded(LoadError):
-    """This engine is at a limit for waiting loads, for peers in use, or for first contacts to peers. Nothing was read.
+    """This engine is at a limit, which the message names: for open leases, waiting loads, saves and restores, peers in
+    use, or first contacts to peers. Nothing was read or offered.
 
-    If too many loads wait (`loads_waiting_max`), send fewer. If there are too many peers, raise `limits.peers_max` or
-    `limits.first_contacts_max`, or, if there are not that many engines, look for forged tickets.
+    Use another engine, or retry once other work has ended. If this is frequent, send less, or raise the limit. If there
+    are not that many engines as peers, look for forged tickets.
     """
 
     blame = Blame.ENGINE
     retryable = True
+
+
+class HostBlocksBusy(Overloaded):
+    """A lease needs more host blocks (blocks in host buffers, `Config.staging`) than are free.
+
+    Serve the request once other leases have ended, or on another engine, or raise `host_buffer_bytes_max`.
+    """
 
 
 class TransferFailed(LoadError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import concurrent.futures
 import copy
+import dataclasses
 import functools
 import importlib
 import multiprocessing
@@ -246,3 +247,38 @@ def test_who_catches_a_class_and_acts_on_its_answers_is_not_wrong_about_those_be
             assert answers(kind) == answers(above), f"{kind.__name__} turns {above.__name__} around"
         assert kind.memory_safe or not above.memory_safe
         assert kind.retryable or not above.retryable
+
+
+WHEN_FULL: dict[str, type[KVFlowError] | str] = {
+    "leases_max": errors.Overloaded,
+    "host_buffer_bytes_max": errors.HostBlocksBusy,
+    "loads_waiting_max": errors.Overloaded,
+    "peers_max": errors.Overloaded,
+    "first_contacts_max": errors.Overloaded,
+    "bytes_max": errors.StoreFull,
+    "digests_max": errors.PeerNotReady,
+    "source_ranks_max": "loads wait",
+    "in_flight_bytes_max": "reads wait",
+    "slices_in_flight_max": "reads wait",
+    "peer_in_flight_bytes_max": "reads wait",
+    "scratch_slots_max": "loads wait",
+    "readers_max": "one is forgotten",
+    "side_channel_requests_per_s_max": "readers ask again",
+    "side_channel_connections_max": "readers connect again",
+    "load_ranks_max": "size of one load",
+    "block_ids_max": "size of one request",
+    "slice_bytes_max": "size of one slice",
+    "slice_descriptors_max": "size of one slice",
+    "scratch_slot_bytes_max": "size of one buffer",
+}
+"""For each limit the error if the engine has reached it, or what happens instead of an error."""
+
+
+def test_an_engine_that_is_full_never_blames_its_caller_and_says_that_another_may_do_it() -> None:
+    """Each is raised in the tests of what it bounds: `test_leases_are_bounded_and_the_limit_is_named` and others."""
+    fields = [*dataclasses.fields(kvflow.Config), *dataclasses.fields(kvflow.Limits)]
+    limits = {field.name for field in fields if field.name.endswith("_max")}
+    assert limits | {"bytes_max"} == WHEN_FULL.keys()
+    for name, full in WHEN_FULL.items():
+        if not isinstance(full, str):
+            assert (full.blame is Blame.CALLER, full.retryable) == (False, True), name

@@ -150,11 +150,16 @@ class ProducingRequests:
         return step
 
     def note_sent(self, request_ids: Iterable[str]) -> None:
-        """Record that the leases of these requests have ended. Ignore requests in states other than SENDING."""
+        """Record that the leases of these requests have ended. Ignore requests in states other than SENDING and SAVED.
+
+        In SAVED no router has the ticket yet, and now gets none, so that the prompt is computed elsewhere at once.
+        """
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None and allows(PRODUCER_TABLE, request.state, "sent"):
                 self._fire(request, "sent")
+            elif request is not None and request.state is ProducerState.SAVED:
+                self._give_up(request, flows=False)
 
     def finish(self, request_id: str, *, completed: bool, block_ids: GivenTables | None) -> Finished:
         """Record that the engine has ended a request, and offer its prompt if its blocks still hold the whole prompt.

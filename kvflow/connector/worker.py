@@ -4,7 +4,8 @@ In each step the engine calls `prepare`, `begin` and `collect`. `begin` never wa
 to: loads, leases and questions to peers run as tasks on the loop of a `blocking.Runtime`. Each result is reported once
 and is final. A request is reported as received when its load has ended, well or not, and no byte can land in its
 blocks. It is reported as sent when its lease has ended, but only if the router got its ticket (`Step.send`), since only
-then does the engine wait for the lease. If a task dies, `collect` raises the task's error.
+then does the engine wait for the lease. An engine's only rank also reports a lease that ended, or could not be opened,
+before that (`Results.not_offered`). If a task dies, `collect` raises the task's error.
 """
 
 from __future__ import annotations
@@ -65,8 +66,12 @@ class Results:
     loaded: dict[str, LoadReport] = field(default_factory=dict)
     failed: dict[str, FailedLoad] = field(default_factory=dict)
     leases: list[tuple[str, LeaseOutcome]] = field(default_factory=list)
-    """Request id and outcome of each ended lease. The field `sent` omits leases that no router got a ticket for."""
+    """Request id and outcome of each ended lease, also of those that no router got a ticket for."""
     sent: set[str] = field(default_factory=set)
+    not_offered: set[str] = field(default_factory=set)
+    """Ids in `sent` of requests that go on: their prompts can no longer be offered, for example because this engine has
+    too many leases. `ConnectorScheduler` then gives them no ticket. Empty if the engine has several ranks, since the
+    others may have open leases: readers get the reason from this rank."""
     found: dict[str, tuple[Ticket, ...]] = field(default_factory=dict)
     """By request id, the tickets in the answers to the request's question: all for the same number of tokens, the best
     peer first. Empty if no peer has a prefix that is worth a load."""
@@ -150,6 +155,7 @@ class ConnectorWorker:
     def __init__(self, runtime: BlockingRuntime, peers: PrefixPeers | None = None) -> None:
         preload("growing", "staging", "verify")  # on the engine's thread, not on the loop
         self._runtime = runtime
+        self._is_only_rank = runtime.config.tp_size * runtime.config.pp_size == 1
         self._peers = peers
         self._counts_yielded: dict[str, int] = {}
         """Numbers of peers' questions up to the last call of `shared_outcomes`, by field of `SharingStatistics`."""
@@ -403,7 +409,8 @@ class ConnectorWorker:
     def _save(self, runtime: Runtime, save: Save, ready: DeviceEvent | None) -> None:
         """Open the lease of a prompt that the step completes, or that readers may read while it is computed.
 
-        The device event `ready` happens when the step is computed. If no lease can be opened, notify waiting readers.
+        The device event `ready` happens when the step is computed. If no lease can be opened, readers that ask for it
+        get the reason: those that wait, and those that will have the ticket.
         """
         offer = self._saved[save.request_id] = _SavedPrompt(save)
         request = ServeRequest(
@@ -421,8 +428,8 @@ class ConnectorWorker:
         except KVFlowError as error:
             logger.warning("request %s: its prompt is not offered: %s", save.request_id, error)
             offer.outcome = LeaseOutcome.REVOKED
-            if offer.flows:
-                _notify_declined(runtime, Decline(serve_id=save.serve_id, reason=f"{type(error).__name__}: {error}"))
+            _notify_declined(runtime, Decline(serve_id=save.serve_id, reason=f"{type(error).__name__}: {error}"))
+            self._report_if_ended(offer)
             return
         offer.keep_restarting(lease)
         self._spawn(self._await_end(offer, lease))
@@ -470,17 +477,24 @@ class ConnectorWorker:
     def _report_if_ended(self, offer: _SavedPrompt) -> None:
         """If the lease of `offer` has ended, add its outcome to the results.
 
-        While the request runs and the router has no ticket, do nothing: `_send` or `_withdraw` calls this later.
+        While the request runs and the router has no ticket, at most report that the prompt is not offered: `_send` or
+        `_withdraw` calls this later.
         """
         request_id = offer.save.request_id
+        if offer.outcome is None:
+            return
         current = self._saved.get(request_id) is offer
-        if offer.outcome is not None and (offer.sent or not current):
-            with self._reporting() as results:
+        with self._reporting() as results:
+            if offer.sent:
+                results.sent.add(request_id)
+                results.not_offered.discard(request_id)
+            elif current and self._is_only_rank and not offer.flows:
+                results.sent.add(request_id)
+                results.not_offered.add(request_id)
+            if offer.sent or not current:
                 results.leases.append((request_id, offer.outcome))
-                if offer.sent:
-                    results.sent.add(request_id)
-            if current:
-                del self._saved[request_id]
+        if offer.sent and current:
+            del self._saved[request_id]
 
     async def _recall(self, step: Step, read: Sequence[PinnedPrefix]) -> None:
         """End the leases of the requests in `step.recall`, and the leases of the pinned prefixes in `read`.

@@ -58,7 +58,7 @@ class GrowingLeases:
         if len(held.entries) + count > self._block_ids_max:
             most = f"at most {self._block_ids_max} (limits.block_ids_max)"
             raise RequestError(f"{what}: {counted(len(held.entries) + count, 'block id')} in all, {most}")
-        self._blocks.extend(held, block_ids, f"{what}: extend()")
+        self._blocks.extend(opened.ticket.request_id, held, block_ids)
         self._answer_readers(opened.ticket.request_id)
 
     def complete(self, opened: OpenLease, payload: bytes, ready: DeviceEvent | None) -> None:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvflow import checks
 from kvflow.checks import counted
 from kvflow.core.protocol import messages
-from kvflow.errors import HostBlocksBusy, KVFlowError, RequestError, UsageError
+from kvflow.errors import KVFlowError, Overloaded, RequestError, UsageError
 from kvflow.logs import logger_of
 from kvflow.prefix.keys import KEY_BYTES
 from kvflow.prefix.prefix_cache import PinnedPrefix, PrefixCache, SharingStatistics
@@ -259,7 +259,7 @@ class SharedPrefixes:
             self._check_match(pinned, len(keys), question.key_tokens)
             request = ServeRequest(request_id, pinned.block_ids, pinned.num_tokens, ttl_s=self._ttl_s)
             self._serving.serve(request, hold_blocks=False, one_reader_rank=question.alone)
-        except HostBlocksBusy:
+        except Overloaded:
             self._unpin(pinned)
             return self._empty_answer("busy")
         except KVFlowError as error:

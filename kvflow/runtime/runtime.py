@@ -198,8 +198,9 @@ class Runtime:
             The lease. Send `lease.ticket` to the consumer; await the lease for its outcome.
 
         Raises:
-            RequestError: the request is wrong. BlocksBusy: a block is being loaded. HostBlocksBusy: too few host blocks
-                are free (Config.host_buffer_bytes_max).
+            RequestError: the request is wrong. BlocksBusy: a block is being loaded.
+            Overloaded: too many leases are open (Limits.leases_max). HostBlocksBusy: too few host blocks are free
+                (Config.host_buffer_bytes_max).
             RuntimeUnavailable: the runtime is draining or closed, or has no cache now.
         """
         return self._require_cache("serve_blocks").serving.serve(request)

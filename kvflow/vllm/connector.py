@@ -502,7 +502,9 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             failed = (block for one in found.failed.values() for block in one.block_tables[0])
             self._failed_blocks.update(block // self._split for block in failed)
         return KVConnectorTransferResults(
-            finished_sending=set(found.sent), finished_recving=set(found.received), failed_recving=set(found.failed)
+            finished_sending=found.sent - found.not_offered,
+            finished_recving=set(found.received),
+            failed_recving=set(found.failed),
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -523,8 +523,19 @@ def test_a_prompt_is_saved_when_complete_and_sent_when_finished() -> None:
     connector.withdraw_all()
     assert step_of(connector).withdraw == ["r"], "nobody has the other's ticket"
     assert connector.blocks_held("r")
-    connector.update_from_workers(sent=["r", "other"])
+    connector.update_from_workers(sent=["r"])
     assert (connector.open_requests, connector.state_of("other")) == (1, ProducerState.SAVED)
+
+
+def test_a_prompt_with_a_lease_that_ended_before_its_request_gets_no_ticket() -> None:
+    """For example since the engine has too many leases. Its blocks are free with the request, and it is not retried."""
+    connector = scheduler()
+    connector.add(producer(10))
+    step_of(connector, ("r", 10))
+    connector.update_from_workers(sent=["r"])
+    assert step_of(connector, ("r", 11)) == Step(withdraw=["r"])
+    assert connector.request_finished("r", completed=True) == Finished(False, None)
+    connector.update_from_workers(sent=["r"])
 
 
 def test_preempted_after_its_prompt_the_lease_is_withdrawn_and_the_next_has_a_secret_of_its_own() -> None:

@@ -23,7 +23,7 @@ from kvflow.connector.parameters import params_of_several, producer_params, runt
 from kvflow.connector.prefix_peers import PrefixPeers
 from kvflow.connector.prefix_questions import PrefixOutcome
 from kvflow.connector.scheduler import ConnectorScheduler, SchedulingConfig, Sharing
-from kvflow.connector.step import Step
+from kvflow.connector.step import Finished, Step
 from kvflow.connector.worker import ConnectorWorker, FailedLoad, Results
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.prompts import marked_by_keys
@@ -590,16 +590,47 @@ def test_blocks_of_a_withdrawn_prompt_may_be_loaded_into_at_once(pair: Pair) -> 
 @pytest.mark.parametrize("pair", [{"limits": replace(CONFIG.limits, lease_wait_s=0.05)}], indirect=True)
 def test_a_prompt_that_is_not_served_holds_no_blocks_and_fails_its_reader(pair: Pair, written: Written) -> None:
     """It was withdrawn, or an engine names blocks that it does not have. Their ids forge no log line."""
-    for name, blocks in (("offered", [1, 2]), ("refused", [1, 99])):
+    for name, kind in (("offered", LeaseExpired), ("refused", PrefillFailed)):
         request_id = f"{FORGED} {name}"
-        params = pair.prefill.prefill(request_id, blocks)
+        params = pair.prefill.prefill(request_id) if name == "offered" else refused(pair.prefill, request_id, [1, 99])
         if name == "offered":
             pair.prefill.scheduler.withdraw_all()
         assert pair.prefill.until(lease_ended) == (request_id, LeaseOutcome.REVOKED)
         pair.decode.receive(params, [5, 6], f"{FORGED} decode {name}")
-        assert pair.decode.until_failed(LeaseExpired).block_tables == ((5, 6),)
+        assert pair.decode.until_failed(kind).block_tables == ((5, 6),)
     pair.decode.assert_filled(*range(8), fill=-1.0)
     written.assert_plain("refused: its prompt is not offered", "decode offered: its prompt was not received")
+
+
+def refused(engine: Engine, request_id: str, blocks: Sequence[int]) -> dict[str, Any]:
+    """Compute a prompt that cannot be offered, and end it before the scheduler hears so; what the router gets."""
+    engine.scheduler.add(Request(request_id, 7, PREFILL))
+    engine.worker.begin(engine.scheduler.build_step({request_id: 7}, preempted=(), block_ids=lambda _: blocks))
+    return engine.complete(request_id)
+
+
+ONE_LEASE = {"limits": replace(CONFIG.limits, leases_max=1)}
+
+
+@pytest.mark.parametrize("pair", [ONE_LEASE], indirect=True)
+def test_a_full_engine_gives_no_ticket_or_its_reader_hears_at_once_that_it_is_full(pair: Pair) -> None:
+    prefill = pair.prefill
+    params = prefill.prefill("first", [1, 2])
+    prefill.compute("second", [3, 4])
+    for _ in steps():
+        prefill.step()
+        if prefill.scheduler.state_of("second") is None:
+            break
+    assert prefill.scheduler.request_finished("second", completed=True) == Finished(False, None)
+    third = refused(prefill, "third", [3, 4])
+    assert prefill.until(lease_ended) == ("second", LeaseOutcome.REVOKED)
+    pair.decode.receive(third, [5, 6])
+    pair.decode.until_failed(PrefillFailed, "Overloaded: request 'third#")
+    prefill.until(lease_ended)
+    assert not prefill.scheduler.blocks_held("third")
+    pair.decode.receive(params, [5, 6])
+    pair.decode.until_loaded()
+    prefill.until_read("first")
 
 
 def test_steps_without_work_wake_nobody(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from kvflow import (
     Ticket,
 )
 from kvflow.core.protocol import messages
-from kvflow.errors import BlocksBusy, PeerError, ProtocolError, RequestError
+from kvflow.errors import BlocksBusy, HostBlocksBusy, PeerError, ProtocolError, RequestError
 from kvflow.testing import InprocCluster, InprocPair, assert_quiet, inproc_pair, run_virtual
 from tests.growing.test_growing import Cleared, landed
 from tests.runtime.test_events import Event
@@ -285,7 +285,7 @@ async def test_blocks_that_find_no_host_buffers_are_not_leased() -> None:
     async with pair_of("always", host_buffer_bytes_max=4 * BLOCK_BYTES) as pair:
         serve = pair.producer.runtime.serve_blocks
         lease, other = opened(pair, BLOCKS[:1]), serve(ServeRequest("other", [0, 4], num_tokens=8))
-        with pytest.raises(RequestError, match="needed: 2 host blocks, 1 of 4 are free"):
+        with pytest.raises(HostBlocksBusy, match="'req': needed: 2 host blocks, 1 of 4 are free"):
             lease.extend(BLOCKS[1:3])
         assert (leased(pair), lease.block_ids) == (3, tuple(BLOCKS[:1]))
         await other.revoke()

@@ -14,7 +14,7 @@ from pairs import EnginePair, open_pair
 from tests_support import PATIENT, altered, limited
 
 from kvflow import Lease, LeaseOutcome, LoadRequest, RuntimeState, ServeRequest, Ticket
-from kvflow.errors import PromptMismatch, RequestError
+from kvflow.errors import Overloaded, PromptMismatch, RequestError
 from kvflow.testing import assert_blocks_equal
 
 LISTS = "expected a flat list of whole numbers"
@@ -184,7 +184,8 @@ async def test_what_again_brings_was_changed_on_its_way(pair: EnginePair) -> Non
 async def test_leases_are_bounded_and_the_limit_is_named() -> None:
     async with open_pair(limited(PATIENT, leases_max=2)) as pair:
         leases = [pair.offer([block], f"r{block}") for block in range(2)]
-        with pytest.raises(RequestError, match=r"at most 2 leases may be open \(limits.leases_max\)"):
-            pair.offer([5], "one too many")
+        with pytest.raises(Overloaded, match=r"'one more': at most 2 leases may be open \(limits.leases_max\)") as full:
+            pair.offer([5], "one more")
+        assert full.value.request_id == "one more"
         leases.pop().revoke()
         pair.offer([5], "fits again")

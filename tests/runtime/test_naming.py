@@ -386,9 +386,9 @@ async def test_an_error_names_the_request_of_its_load(failing: Failing, kind: ty
 
 
 def test_every_error_of_a_load_is_among_them() -> None:
-    """But for those of what it is refused for at once, and of a transport that dies."""
+    """But for those of what it is refused for at once, of a transport that dies, and of leases."""
     found = {kind for _, kind in CASES}
     every = {
         kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, LoadError | PeerError)
     }
-    assert every - found == {LoadError, PeerError}
+    assert every - found == {LoadError, PeerError, errors.HostBlocksBusy}

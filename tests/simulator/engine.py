@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.errors import (
-    HostBlocksBusy,
     KVFlowError,
     LoadError,
     PeerError,
@@ -384,8 +383,6 @@ class SimEngine:
     def judge_refusal(self, request_id: str, error: KVFlowError) -> None:
         """Fail unless `error` is one that an engine without faults of its own may get."""
         expected = isinstance(error, LoadError | PeerError | RuntimeUnavailable)
-        if isinstance(error, HostBlocksBusy):
-            expected = True
         if isinstance(error, RuntimeBroken):
             if not self.host.agent_lost:
                 self.fail("I7", f"{request_id}: the runtime broke by itself: {error}")

@@ -10,7 +10,7 @@ from functools import partial
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.policy.states import LeaseState
 from kvflow.core.protocol.ticket import Ticket, merge_tickets
-from kvflow.errors import KVFlowError, RequestError
+from kvflow.errors import HostBlocksBusy, KVFlowError, RequestError
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from tests.simulator.cache import Content
 from tests.simulator.engine import DEVICE_S, DRIFT, SimEngine
@@ -112,7 +112,7 @@ async def _grow(offer: SimOffer, rank: SimRank, lease: Lease) -> None:
         offer.device.append(work)
         try:
             _advance(offer, lease, upto, work)
-        except RequestError as error:  # host blocks have run out
+        except HostBlocksBusy as error:
             engine.judge_refusal(offer.request_id, error)
             _fail(offer, str(error))
             return

@@ -22,9 +22,9 @@ from kvflow.core.policy.states import PeerState
 from kvflow.errors import (
     ConfigError,
     DeadlineExceeded,
+    HostBlocksBusy,
     LeaseExpired,
     PrefillFailed,
-    RequestError,
     RuntimeBroken,
     RuntimeClosed,
     TransferFailed,
@@ -313,7 +313,7 @@ async def test_a_lease_that_ends_while_it_is_copied_keeps_its_blocks_until_then(
 async def test_host_buffers_are_bounded_for_offers() -> None:
     async with far_pair(SMALL) as far:
         first = far.offer([0, 1], "first")
-        with pytest.raises(RequestError, match=r"needed: 2 host blocks, 1 of 3 are free \(host_buffer_bytes_max\)"):
+        with pytest.raises(HostBlocksBusy, match=r"needed: 2 host blocks, 1 of 3 are free \(host_buffer_bytes_max\)"):
             far.offer([2, 3], "second")
         assert far.producer_blocks.free == BLOCKS - 2
         await far.load(first, [0, 1])

@@ -23,7 +23,7 @@ from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.policy.events import DeviceEvent, Watch
 from kvflow.core.policy.history import History
 from kvflow.core.protocol.proof import FAILED
-from kvflow.errors import HostBlocksBusy, RequestError
+from kvflow.errors import HostBlocksBusy, Overloaded, RequestError
 from kvflow.runtime.copy_thread import run_all
 from kvflow.runtime.memory import CopyDirection
 
@@ -137,12 +137,13 @@ class OfferedBlocks:
         groups = zip(self._groups, tables, strict=True)
         return any(group.whole and len(ids) < num_tokens // group.block_size for group, ids in groups)
 
-    def take(self, block_ids: object, num_tokens: int, what: str, lease_id: str, *, extends: bool) -> HeldBlocks:
+    def take(self, request_id: str, block_ids: object, num_tokens: int, lease_id: str, *, extends: bool) -> HeldBlocks:
         """Take and return what a lease needs: `block_ids`, a seal and, with host staging, a host block for each block.
 
-        `extends`: the caller will add blocks with `extend`. `what` names the request in errors. If this raises, nothing
-        has been taken.
+        `extends`: the caller will add blocks with `extend`. If this raises, for example Overloaded because there are no
+        more seals or host blocks, nothing has been taken.
         """
+        what = f"request {request_id!r}"
         tables, entries = self._ledger.find_entries(block_ids, f"{what}: block_ids")
         counts, offered_tokens = tuple(map(len, tables)), num_tokens
         if extends:
@@ -154,14 +155,13 @@ class OfferedBlocks:
         with ExitStack() as undo:
             seal_index = self._seals.take_slot()
             if seal_index is None:
-                raise RequestError(
-                    f"{what}: at most {counted(self._seals.count, 'lease')} may be open (limits.leases_max)"
-                )
+                full = f"at most {counted(self._seals.count, 'lease')} may be open (limits.leases_max)"
+                raise Overloaded(f"{what}: {full}", request_id=request_id, peer="")
             undo.callback(self._seals.free_slot, seal_index)
             self._ledger.lease(entries)
             undo.callback(self._ledger.release, entries)
             staged = len(self._staging) > 0 and (extends or len(entries) > 0)
-            host_tables = self._take_host_blocks(what, tables, undo) if staged else None
+            host_tables = self._take_host_blocks(request_id, tables, undo) if staged else None
             undo.pop_all()
         return HeldBlocks(
             lease_id=lease_id,
@@ -181,11 +181,12 @@ class OfferedBlocks:
         self._seals.free_slot(held.seal_index)
         self._free(held, lambda: None)
 
-    def extend(self, held: HeldBlocks, block_ids: object, what: str) -> None:
+    def extend(self, request_id: str, held: HeldBlocks, block_ids: object) -> None:
         """Add the blocks in `block_ids` to an open lease and, with host staging, take a host block for each.
 
         If this raises, nothing has changed.
         """
+        what = f"request {request_id!r}: extend()"
         more, _ = self._ledger.find_entries(block_ids, f"{what}: block_ids")
         tables = tuple(np.concatenate(both) for both in zip(held.tables, more, strict=True))
         self._check_room(tuple(map(len, tables)), held.counts, held.num_tokens, what)
@@ -195,7 +196,7 @@ class OfferedBlocks:
             self._ledger.lease(added)
             undo.callback(self._ledger.release, added)
             if held.host_tables is not None:
-                host = self._take_host_blocks(what, more, undo)
+                host = self._take_host_blocks(request_id, more, undo)
                 held.host_tables_by_call.append(host)
                 held.host_tables = tuple(np.concatenate(both) for both in zip(held.host_tables, host, strict=True))
             undo.pop_all()
@@ -332,7 +333,7 @@ class OfferedBlocks:
         if not held.copying:
             self._free(held, on_free)
 
-    def _take_host_blocks(self, what: str, tables: Sequence[BlockIds], undo: ExitStack) -> tuple[BlockIds, ...]:
+    def _take_host_blocks(self, request_id: str, tables: Sequence[BlockIds], undo: ExitStack) -> tuple[BlockIds, ...]:
         """Take one host block for each block id in `tables`. Return their ids, one table for each group.
 
         Callbacks that give the host blocks back are added to `undo`. HostBlocksBusy if too few host blocks are free.
@@ -343,7 +344,8 @@ class OfferedBlocks:
             if host_ids is None:
                 free, size = buffers.pool.size - buffers.pool.used, buffers.pool.size
                 room = f"{free} of {size} are free (host_buffer_bytes_max)"
-                raise HostBlocksBusy(f"{what}: needed: {counted(len(ids), 'host block')}, {room}")
+                what = f"request {request_id!r}: needed: {counted(len(ids), 'host block')}, {room}"
+                raise HostBlocksBusy(what, request_id=request_id, peer="")
             if len(ids):
                 undo.callback(buffers.pool.give_back, host_ids)
             found.append(host_ids)

@@ -116,7 +116,7 @@ class Serving:
     def serve(self, request: ServeRequest, *, hold_blocks: bool = True, one_reader_rank: bool = False) -> Lease:
         """Open a lease for `request` and return its handle.
 
-        If this raises RequestError or UsageError, nothing has changed. `hold_blocks`: hold the blocks for
+        If this raises RequestError, UsageError or Overloaded, nothing has changed. `hold_blocks`: hold the blocks for
         `limits.seal_hold_s` after the end of the lease. `one_reader_rank`: exactly one reader rank will read this
         lease.
         """
@@ -216,7 +216,7 @@ class Serving:
             extends = extends or self._blocks.needs_more_blocks(request.block_ids, tokens, what)
         if request.payload or extends or (computed is not None and computed < tokens):
             self.growing_leases(request.request_id)
-        held = self._blocks.take(request.block_ids, tokens, what, lease_id, extends=extends)
+        held = self._blocks.take(request.request_id, request.block_ids, tokens, lease_id, extends=extends)
         if extends and (count := sum(held.counts)) > (most := self._config.limits.block_ids_max):
             self._blocks.undo_take(held)  # no reader accepts a ticket of that size
             needs = f"num_tokens {tokens} needs {counted(count, 'block')}"
