@@ -8,6 +8,7 @@ import functools
 import os
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,9 @@ _OWN = {
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put the pages of the API where the navigation says API."""
+    """Put the version into the header, and the pages of the API where the navigation says API."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    config.site_name = f"{project['name']} {project['version']}"
     reference = next(part["Reference"] for part in config.nav if "Reference" in part)
     entry = next(part for part in reference if "API" in part)
     entry["API"] = ["reference/api.md"]
