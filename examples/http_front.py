@@ -124,4 +124,4 @@ if __name__ == "__main__":
     parser.add_argument("--port", type=int, required=True)
     options = parser.parse_args()
     # At SIGTERM uvicorn takes no new requests, lets open ones end, and ends the lifespan, which drains the runtime.
-    uvicorn.run(make_app(options.role), port=options.port, timeout_graceful_shutdown=5, log_level="warning")
+    uvicorn.run(make_app(options.role), port=options.port, timeout_graceful_shutdown=5)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import secrets
 import signal
-import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
 
 import httpx2
 import pytest
@@ -18,35 +18,37 @@ from tiny_model import EXAMPLES
 import kvflow
 from tests.support.hand_overs import free_ports
 
-pytestmark = [pytest.mark.nixl, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.nixl, pytest.mark.timeout(300)]
 TOKENS = list(range(41))
 
 
 @contextlib.asynccontextmanager
-async def front(role: str) -> AsyncIterator[tuple[subprocess.Popen[bytes], httpx2.AsyncClient]]:
-    """Yield the process of one engine, and a client of its port once it is healthy."""
+async def front(role: str) -> AsyncIterator[tuple[Process, httpx2.AsyncClient]]:
+    """Yield the process of one engine, and a client of its port."""
     port = free_ports(1)
-    command = [sys.executable, str(EXAMPLES / "http_front.py"), role, "--port", str(port)]
-    with subprocess.Popen(command) as process:  # noqa: ASYNC220 - that it takes a moment disturbs nobody
-        try:
-            async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
-                await until(lambda: healthy(client, process))
-                yield process, client
-        finally:
-            process.kill()
-
-
-async def healthy(client: httpx2.AsyncClient, process: subprocess.Popen[bytes]) -> bool:
-    assert process.poll() is None
+    command = (sys.executable, str(EXAMPLES / "http_front.py"), role, "--port", str(port))
+    process = await asyncio.create_subprocess_exec(*command, stderr=PIPE)
     try:
-        return (await client.get("/health")).status_code == 200
-    except httpx2.TransportError:
-        return False
+        assert process.stderr is not None
+        while b"Uvicorn running" not in (line := await process.stderr.readline()):
+            assert line, "the process has ended"
+        async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=200) as client:
+            yield process, client
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.communicate()
 
 
-async def until(condition: Callable[[], Any]) -> None:
-    while not await condition():
-        await asyncio.sleep(0.01)
+async def hang_up(client: httpx2.AsyncClient, path: str, body: object) -> None:
+    """Send a request, and close the connection before the answer."""
+    _, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+    text = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n"
+    writer.write(head.encode() + text)
+    await writer.drain()
+    writer.close()
+    await writer.wait_closed()
 
 
 async def test_hand_over_hang_up_and_sigterm() -> None:
@@ -57,17 +59,19 @@ async def test_hand_over_hang_up_and_sigterm() -> None:
             ticket = (await prefill.post("/prefill", json=prompt)).json()
             return await decode.post("/decode", json=prompt | {"ticket": ticket})
 
+        for client in (prefill, decode):
+            assert (await client.get("/health")).status_code == 200
         for number in range(30):  # more blocks than the engine has: all come back
             assert (await hand_over(f"request-{number}")).json() == {"sum": float(sum(TOKENS))}
 
-        # An offer that no engine makes: the load waits for it, and ends when the client hangs up.
+        # Loads that wait for an offer that no engine makes end when their clients hang up, and give back their blocks.
         ticket = (await prefill.post("/prefill", json={"request_id": "known", "tokens": TOKENS})).json()
-        never = kvflow.Ticket.rendezvous(ticket, secrets.token_hex(16), ttl_s=60.0).to_params()
-        waits = {"request_id": "waits", "tokens": TOKENS, "ticket": never}
+        never = kvflow.Ticket.rendezvous(ticket, secrets.token_hex(16), ttl_s=600.0).to_params()
         for _ in range(30):
-            with pytest.raises(httpx2.ReadTimeout):
-                await decode.post("/decode", json=waits, timeout=0.05)
-        assert (await hand_over("after")).status_code == 200
+            await hang_up(decode, "/decode", {"request_id": "waits", "tokens": TOKENS, "ticket": never})
+        while (answer := await hand_over("after")).status_code == 503:
+            pass
+        assert answer.status_code == 200
 
         mixed_up = {"request_id": "known", "tokens": TOKENS[1:], "ticket": ticket}
         refused = await decode.post("/decode", json=mixed_up)
@@ -75,6 +79,6 @@ async def test_hand_over_hang_up_and_sigterm() -> None:
 
         for process in (decoding, prefilling):
             process.terminate()
-        assert [await asyncio.to_thread(process.wait, 30) for process in (decoding, prefilling)] == [
-            -signal.SIGTERM
-        ] * 2
+        said = [await process.communicate() for process in (decoding, prefilling)]
+        assert all(b"Application shutdown complete" in text for _, text in said)
+        assert [process.returncode for process in (decoding, prefilling)] == [-signal.SIGTERM] * 2
