@@ -360,7 +360,14 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         """Begin to offer prompts from the ranks of `workers`, which are all workers of this engine.
 
         The next step brings each worker all workers' metadata for stock readers, before any router gets a ticket.
+        ConfigError if `workers` are not all ranks of the engine.
         """
+        expected = workers[0].ticket.tp_size * workers[0].ticket.pp_size
+        if len(workers) != expected:
+            raise ConfigError(
+                f"KVFlowConnector: vLLM's scheduler has {counted(len(workers), 'rank')} of {expected}. With "
+                "--distributed-executor-backend external_launcher each rank has a scheduler, and tickets, of its own"
+            )
         self._scheduler.introduce(merge_tickets([worker.ticket for worker in workers]))
         self._cards = tuple(worker.card for worker in workers if worker.card)
 

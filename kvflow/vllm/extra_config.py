@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from vllm.platforms import current_platform
@@ -104,6 +104,31 @@ class Extra(msgspec.Struct, frozen=True, kw_only=True):
         return self.prefix_peers is not None or bool(self.prefix_events)
 
 
+class RefusedOption(NamedTuple):
+    """An option of vLLM with which KVFlowConnector does not start."""
+
+    option: str
+    fields: tuple[str, ...]
+    """The option's field in vLLM's configuration, "config.field", in each of the supported versions."""
+    off: object
+    """Value of the field without the option."""
+    reason: str
+
+
+_MEANING = "a block id would stand for the tokens of several ranks"
+REFUSED_OPTIONS = (
+    RefusedOption("--decode-context-parallel-size", ("parallel_config.decode_context_parallel_size",), 1, _MEANING),
+    RefusedOption("--prefill-context-parallel-size", ("parallel_config.prefill_context_parallel_size",), 1, _MEANING),
+    RefusedOption("--use-replayssm", ("cache_config.use_replayssm",), False, "blocks hold a state that lags behind"),
+    RefusedOption(
+        "--enable-return-routed-experts",
+        ("aux_output_config.enable_return_routed_experts", "model_config.enable_return_routed_experts"),
+        False,
+        "only the engine that computes a prompt knows the experts of its tokens, and they are not transferred",
+    ),
+)
+"""Options that change what a block id means, or need more than blocks. tests/vllm/options.py says it of all options."""
+
 _NIXL_VARIABLES = ("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")
 _SETTINGS = PluginSettings(
     where="kv_connector_extra_config",
@@ -123,6 +148,7 @@ def extra_of(vllm_config: VllmConfig) -> Extra:
 
 def config_of(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Config:
     """Return the kvflow.Config for one rank, made from vLLM's configuration. ConfigError names a wrong setting."""
+    _refuse_options(vllm_config)
     parallel, model, transfer = vllm_config.parallel_config, vllm_config.model_config, vllm_config.kv_transfer_config
     extra = extra_of(vllm_config)
     stock = _STOCK_DEFAULTS if extra.stock_peers else {}
@@ -159,17 +185,13 @@ def warn_of_side_channel(vllm_config: VllmConfig) -> None:
         )
 
 
-def _refuse_routed_experts(vllm_config: VllmConfig) -> None:
-    """Raise ConfigError if vLLM has to return the routed experts (MoE) of each token.
-
-    Only the engine that computes a prompt knows the experts of the prompt's tokens.
-    """
-    holders = (getattr(vllm_config, name, None) for name in ("aux_output_config", "model_config"))
-    if any(getattr(holder, "enable_return_routed_experts", False) for holder in holders):
-        raise ConfigError(
-            "--enable-return-routed-experts: KVFlowConnector transfers blocks, and not the experts of their tokens: "
-            "a prompt that was received would be answered without them"
-        )
+def _refuse_options(vllm_config: VllmConfig) -> None:
+    """Raise ConfigError, with the option's name, if vLLM runs with one of REFUSED_OPTIONS."""
+    for option, fields, off, reason in REFUSED_OPTIONS:
+        for config, _, name in (field.partition(".") for field in fields):
+            given = getattr(getattr(vllm_config, config, None), name, off)
+            if given != off:
+                raise ConfigError(f"{option} is {given}, KVFlowConnector supports {off}: {reason}")
 
 
 def _staging(buffer_device: str) -> dict[str, str]:
@@ -193,7 +215,6 @@ def scheduling_of(vllm_config: VllmConfig, groups: Sequence[Group]) -> Schedulin
 
     ConfigError names a wrong setting.
     """
-    _refuse_routed_experts(vllm_config)
     extra, transfer = extra_of(vllm_config), vllm_config.kv_transfer_config
     frees_blocks = any(group.frees_blocks for group in groups)
     has_state = any(group.facts.kind is GroupKind.STATE for group in groups)

@@ -174,17 +174,6 @@ def test_what_cannot_be_meant_is_named(extra: dict[str, Any], message: str) -> N
         scheduling_of(vllm_config(**extra), [FULL])
 
 
-@pytest.mark.parametrize("holder", ["aux_output_config", "model_config"])  # of vLLM 0.32, and of 0.28
-def test_routed_experts_are_refused_as_vllm_does_for_its_own_connectors(holder: str) -> None:
-    config = vllm_config()
-    found = config.__dict__.setdefault(holder, SimpleNamespace())
-    found.enable_return_routed_experts = False
-    scheduling_of(config, [FULL])
-    found.enable_return_routed_experts = True
-    with pytest.raises(ConfigError, match="--enable-return-routed-experts"):
-        scheduling_of(config, [FULL])
-
-
 def test_the_name_by_which_routers_know_vllms_own_connector() -> None:
     """Found as vLLM finds it: by the name in the module that the configuration names, not by its registry."""
     given = KVTransferConfig(
