@@ -204,6 +204,12 @@ class InvalidInput(KVFlowError):
     blame = Blame.CALLER
     memory_safe = _MemorySafe(True)
 
+    def of_request(self, request_id: str, engine_id: str) -> Self:
+        """Return this error if its message names the request or a ticket's field; else a copy naming the request."""
+        what = f"request {request_id!r}"
+        names_it = str(self).startswith((what, "ticket: "))
+        return self if names_it else self._with_message(f"{what} from {engine_id!r}: {self}")
+
 
 class ConfigError(InvalidInput):
     """A Config value is out of range, or names something that is not installed or not available.
@@ -213,7 +219,7 @@ class ConfigError(InvalidInput):
 
 
 class LayoutError(InvalidInput):
-    """KV cache tensors do not match the described layout, or cannot be described.
+    """KV cache tensors do not match the described layout, cannot be described, or have moved since their registration.
 
     Correct the layer that the message names; the message has the expected and the found value.
     """
@@ -224,12 +230,6 @@ class RequestError(InvalidInput):
 
     Look for a bug, or for a router that changes tickets. The message names the invalid part.
     """
-
-    def of_request(self, request_id: str, engine_id: str) -> Self:
-        """Return this error if its message names the request or a ticket's field; else a copy naming the request."""
-        what = f"request {request_id!r}"
-        names_it = str(self).startswith((what, "ticket: "))
-        return self if names_it else self._with_message(f"{what} from {engine_id!r}: {self}")
 
 
 class BlocksBusy(RequestError):

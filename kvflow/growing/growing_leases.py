@@ -30,7 +30,7 @@ class GrowingLeases:
         """Record that `num_tokens` tokens of the prompt are computed, once the device event `ready` has happened.
 
         No effect if the lease has ended. Raise RequestError if `num_tokens` is less than before, more than the lease
-        offers, or more than its blocks hold.
+        offers, or more than its blocks hold. Raise LayoutError if a tensor of the cache has moved.
         """
         what, held = f"request {opened.ticket.request_id!r}", opened.held
         tokens, event = checks.whole(num_tokens, f"{what}: num_tokens", least=0), checked_event(ready, f"{what}: ready")
@@ -43,6 +43,7 @@ class GrowingLeases:
         if tokens > (holds := self._blocks.tokens_with_blocks(held)):
             to = counted(tokens, "token")
             raise RequestError(f"{what}: advance() to {to}: its blocks hold {holds}, extend() it first")
+        self._blocks.check_tensors()
         self._blocks.advance(held, tokens, awaited)
         self._blocks.grow(held)
 

@@ -142,7 +142,11 @@ class _GrowingRead:
                 await self._wait()
 
     def _leave_compute(self) -> None:
-        """If the load is in the phase "compute", enter "wire", because more tokens are readable now."""
+        """If the load is in the phase "compute", enter "wire", because more tokens are readable now.
+
+        LayoutError if a tensor of the cache has moved since then.
+        """
+        self._growing.cache.ledger.check_tensors()
         if self._load.phase == COMPUTE:
             self._load.enter_phase("wire")
 

@@ -125,6 +125,7 @@ class Prefixes(Part):
 
         Raises:
             RequestError: the request is invalid, or (BlocksBusy) a local block is in use by another request.
+            LayoutError: a tensor of the cache has moved since the cache was registered.
             PeerError, LoadError: reading from a peer failed, and bytes may still land in the blocks. Await `settled()`
                 of the error's `quarantine` before using the blocks. With `PrefixRequest.rest`, also any error of a load
                 of that ticket.

@@ -15,7 +15,7 @@ from kvflow.config import Config, config_for_device
 from kvflow.core.cache.groups import CacheGroup, LayerSet, check_sets_disjoint, layer_sets, named_layers, sets_of
 from kvflow.core.cache.regions import Device, device_of, map_spans
 from kvflow.core.cache.state import StatePart
-from kvflow.core.cache.tensors import has_addresses
+from kvflow.core.cache.tensors import TensorAddresses, has_addresses
 from kvflow.core.plan.topology import CacheShare, cache_share_of
 from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.protocol import codec, messages
@@ -23,7 +23,7 @@ from kvflow.core.protocol.addresses import UNKNOWN_ENGINE, Address
 from kvflow.core.protocol.claims import regions_to_wire
 from kvflow.core.protocol.compatibility import compatibility_of
 from kvflow.core.protocol.proof import HOST
-from kvflow.errors import ConfigError, KVFlowError, RequestError, UsageError
+from kvflow.errors import ConfigError, InvalidInput, KVFlowError, RequestError, UsageError
 from kvflow.logs import logger_of
 from kvflow.parts import PARTS, import_part
 from kvflow.runtime.channel.protocol import Answered, refusal
@@ -164,7 +164,7 @@ class RegisteredCache:
             return self.metadata
         try:
             return self._answers[type(request)](request)
-        except (codec.WireError, RequestError) as error:
+        except (codec.WireError, InvalidInput) as error:
             return refusal(str(error))
 
     def _on_goodbye(self, goodbye: messages.Goodbye) -> messages.Ack:
@@ -304,7 +304,10 @@ async def _prepare_memory(
     elif not device.on_host:
         spans = map_spans(named_layers(sets))
         await copy_thread.run(lambda: device.check(spans))
-    return RankMemory(groups=groups, own_layers=sets, device=device, staging=staging, served_layers=served)
+    addresses = TensorAddresses(named_layers((*sets, *served)))
+    return RankMemory(
+        groups=groups, own_layers=sets, device=device, staging=staging, served_layers=served, addresses=addresses
+    )
 
 
 async def _register(runtime: Supervisor, registration: Registration, memory: RankMemory) -> RegisteredCache:
@@ -312,7 +315,7 @@ async def _register(runtime: Supervisor, registration: Registration, memory: Ran
     transport, seals, groups, sets = registration.transport, runtime.seals, memory.groups, memory.served_layers
     config = config_for_device(runtime.config, memory.target_device.where.kind)
     resources = FlightResources(
-        ledger=BlockLedger(groups),
+        ledger=BlockLedger(groups, memory.addresses),
         seal_slots=SealSlots(config.limits.source_ranks_max),
         permit_queue=read_permit_queue(config, grows=runtime.config.limits.peer_in_flight_bytes_max == 0),
         poller=registration.poller,

@@ -13,7 +13,7 @@ import numpy as np
 from kvflow.core.cache.groups import CacheGroup, LayerSet
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.state import StateLayout
-from kvflow.core.cache.tensors import KVCaches
+from kvflow.core.cache.tensors import KVCaches, TensorAddresses
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.policy.queue import FairQueue, Permit, PermitState
 from kvflow.core.protocol.proof import HOST
@@ -121,6 +121,8 @@ class RankMemory:
     """Host blocks of each group of layers; empty if peers read the cache itself."""
     served_layers: tuple[LayerSet, ...]
     """Layers that peers read: the layers of the cache or, with host staging, of the host blocks."""
+    addresses: TensorAddresses
+    """The tensors of `own_layers` and `served_layers`, which must not move while they are registered."""
 
     @property
     def target_device(self) -> CacheDevice:

@@ -201,6 +201,7 @@ class Runtime:
             RequestError: the request is wrong. BlocksBusy: a block is being loaded.
             Overloaded: too many leases are open (Limits.leases_max). HostBlocksBusy: too few host blocks are free
                 (Config.host_buffer_bytes_max).
+            LayoutError: a tensor of the cache has moved since the cache was registered.
             RuntimeUnavailable: the runtime is draining or closed, or has no cache now.
         """
         return self._require_cache("serve_blocks").serving.serve(request)
@@ -279,6 +280,7 @@ class Runtime:
 
         Raises:
             RequestError: the request or its ticket is wrong. Also PromptMismatch and BlocksBusy.
+            LayoutError: a tensor of the cache has moved since the cache was registered.
             PeerError: the producer, or the connection to it, failed.
             LoadError: LeaseExpired, PrefillFailed, TransferFailed, Overloaded or DeadlineExceeded. If bytes may still
                 land, the error's attribute `quarantine` is the load.

@@ -88,6 +88,7 @@ class Storage(Part):
         Raises:
             RequestError: the request is invalid, its file would be larger than `bytes_max`, or (BlocksBusy) a block is
                 being loaded or restored.
+            LayoutError: a tensor of the cache has moved since the cache was registered.
             StoreFull: there is not enough room, even if all files that are not being read or written are removed.
             StorageFailed: the disk has failed, or is full.
             DeadlineExceeded: the save took longer than the request's `deadline_s`.
@@ -120,6 +121,7 @@ class Storage(Part):
             StorageFailed: the disk has failed.
             RequestError: the request is invalid, its numbers of tokens or blocks differ from the saved ones, or
                 (BlocksBusy) a local block is leased, or is being written.
+            LayoutError: a tensor of the cache has moved since the cache was registered.
             DeadlineExceeded: the restore took longer than the request's `deadline_s`.
             Overloaded: too many saves and restores are under way (Config.loads_waiting_max).
             RuntimeUnavailable: the runtime drains, is closed, or has no KV cache at the moment.

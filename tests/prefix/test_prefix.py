@@ -25,6 +25,7 @@ from kvflow.core.protocol import messages
 from kvflow.errors import (
     BlocksBusy,
     DeadlineExceeded,
+    LayoutError,
     LeaseExpired,
     PeerNotReady,
     PeerUnreachable,
@@ -223,6 +224,19 @@ async def test_the_longest_run_is_read_from_whoever_has_it() -> None:
         assert third.sharing.statistics.missed == 1
         await them.assert_nothing_pinned()
         assert known(second.runtime.statistics().serving).read == 1
+
+
+async def test_a_cache_that_has_moved_is_neither_shared_nor_filled(
+    them: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    them.reader.kv_caches["layers.0"].share_memory_()
+    with pytest.raises(LayoutError, match=r"layer 'layers\.0': its tensor has moved .* register again"):
+        await them.pull()
+    (holder,) = them.holders
+    holder.engine.kv_caches["layers.1"].share_memory_()
+    assert (await them.pull()).num_tokens == 0
+    assert holder.sharing.statistics.failed == 1
+    assert "layer 'layers.1': its tensor has moved" in caplog.text
 
 
 async def test_what_is_cached_is_not_read(them: Fleet) -> None:

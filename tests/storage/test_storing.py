@@ -25,6 +25,7 @@ from kvflow.errors import (
     ConfigError,
     DeadlineExceeded,
     EntryDamaged,
+    LayoutError,
     NotStored,
     RequestError,
     RuntimeBroken,
@@ -460,6 +461,16 @@ async def test_what_are_no_keys_drops_nothing(engine: StoringEngine, keys: Any) 
 
 
 # --- the books
+
+
+async def test_a_cache_that_has_moved_is_neither_saved_nor_filled(engine: StoringEngine) -> None:
+    await engine.save("a")
+    engine.kv_caches["layers.1"].share_memory_()
+    for call in (engine.save("b"), engine.restore("a")):
+        with pytest.raises(LayoutError, match=r"layer 'layers\.1': its tensor has moved .* register again"):
+            await call
+    assert len(engine.files) == 1
+    await engine.quiet()
 
 
 async def test_blocks_in_use_are_busy(engine: StoringEngine) -> None:

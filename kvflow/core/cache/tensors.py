@@ -7,7 +7,8 @@ between its bytes and its values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Protocol, TypeAlias
 
@@ -113,6 +114,38 @@ def address_of(name: str, tensor: TensorLike) -> int:
     if not address and 0 not in tensor.shape:
         raise LayoutError(f"layer {name!r}: its tensor of shape {tuple(tensor.shape)} has no memory (data_ptr)")
     return address or 0
+
+
+GET_ADDRESS = operator.methodcaller("data_ptr")
+
+
+class TensorAddresses:
+    """The tensors of a registered cache, each with its address at the registration. All reads use these addresses.
+
+    A tensor's owner can move its memory later, for example by `share_memory_()`. Then the addresses are no longer the
+    cache's. Tensors without an address, as on some devices, are left out.
+    """
+
+    def __init__(self, layers: Iterable[tuple[str, LayerCache]]) -> None:
+        found: dict[int, tuple[str, TensorLike]] = {}
+        for name, layer in layers:
+            for at, tensor in enumerate(tensors_of(name, layer)):
+                shown = repr(name) if tensor is layer else f"{name!r}[{at}]"
+                if try_call(partial(_address, tensor)):
+                    found.setdefault(id(tensor), (shown, tensor))
+        self._names = [name for name, _ in found.values()]
+        self.tensors = [tensor for _, tensor in found.values()]
+        self.registered: list[int] = list(map(GET_ADDRESS, self.tensors))
+        """Address of each of `tensors` when the cache was registered."""
+
+    def check(self) -> None:
+        """Raise LayoutError, which names the tensor, if one has moved since the cache was registered."""
+        for name, registered, now in zip(self._names, self.registered, map(GET_ADDRESS, self.tensors), strict=True):
+            if now != registered:
+                raise LayoutError(
+                    f"layer {name}: its tensor has moved since the cache was registered, from {registered:#x} to "
+                    f"{now:#x}, as by share_memory_(), set_() or resize_(): unregister the cache, and register again"
+                )
 
 
 def memory_of(tensor: TensorLike) -> object:

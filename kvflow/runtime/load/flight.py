@@ -26,7 +26,7 @@ from kvflow.core.plan.descriptors import BlockIds, Descriptors, Piece
 from kvflow.core.policy.queue import Permit, PermitState
 from kvflow.core.policy.states import TRANSFER_TABLE, TransferState, fire, transfer_blocks_safe
 from kvflow.core.protocol.proof import SEAL_SIZE_BYTES, ProofStep, fetch_seal
-from kvflow.errors import BlocksBusy, RuntimeBroken
+from kvflow.errors import InvalidInput, RuntimeBroken
 from kvflow.runtime.copy_thread import CopyFailed
 from kvflow.runtime.load.flight_resources import FlightResources
 from kvflow.runtime.memory import wait_granted
@@ -91,14 +91,15 @@ class Flight:
         priority: int,
         resources: FlightResources,
     ) -> None:
-        """Claim the load's local blocks: `ids` are their numbers in the block ledger. BlocksBusy if one is in use.
+        """Claim the load's local blocks: `ids` are their numbers in the block ledger.
 
-        `sources`: the ranks to read from. The caller must have taken a slot for the seal of each (`SealSlots`). If
-        BlocksBusy is raised, this method has given the slots back.
+        BlocksBusy if one is in use, LayoutError if a tensor of the cache has moved. `sources`: the ranks to read from.
+        The caller must have taken a slot for the seal of each (`SealSlots`). If this raises, it has given the slots
+        back.
         """
         try:
             resources.ledger.begin_load(ids)
-        except BlocksBusy:
+        except InvalidInput:
             resources.seal_slots.give_back(sources)
             raise
         self.request_id = request_id

@@ -24,6 +24,7 @@ from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import (
     CacheUnregistered,
     DeadlineExceeded,
+    InvalidInput,
     KVFlowError,
     LoadError,
     PeerError,
@@ -295,7 +296,7 @@ class Loader:
 
         If bytes may still land in the load's blocks, set the error's attribute `quarantine` to the load.
         """
-        if isinstance(error, PeerError | LoadError | RequestError):  # loads of one handshake may share it
+        if isinstance(error, PeerError | LoadError | InvalidInput):  # loads of one handshake may share it
             error = error.of_request(load.request_id, load.ticket.engine_id)
         if isinstance(error, PeerError | LoadError) and load.attempts is None:
             self._note_never_read(load.ticket.engine_id, str(error))

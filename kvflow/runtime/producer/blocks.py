@@ -202,6 +202,10 @@ class OfferedBlocks:
             undo.pop_all()
         held.tables, held.entries, held.extends = tables, entries, _lacks_blocks(tables, held.counts)
 
+    def check_tensors(self) -> None:
+        """Raise LayoutError if a tensor of the cache has moved since the cache was registered."""
+        self._ledger.check_tensors()
+
     def tokens_with_blocks(self, held: HeldBlocks) -> int:
         """Return for how many of the prompt's first tokens the lease has blocks now, in every group."""
         return tokens_held(self._groups, tuple(map(len, held.tables)), held.counts, held.num_tokens)

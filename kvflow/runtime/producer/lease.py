@@ -276,6 +276,7 @@ class Lease:
         Raises:
             RequestError: `num_tokens` is less than in an earlier call, more than the lease has, or more than the blocks
                 of the lease hold (see `extend`); or `ready` is not an event.
+            LayoutError: a tensor of the cache has moved since the cache was registered.
             UsageError: not called on the runtime's event loop.
         """
         self._require_loop("advance()")
@@ -295,6 +296,7 @@ class Lease:
             RequestError: the block ids are wrong, or more than the tokens need. The lease is unchanged.
             BlocksBusy: one of the blocks is being loaded. The lease is unchanged.
             HostBlocksBusy: with host staging, too few host blocks are free. The lease is unchanged.
+            LayoutError: a tensor of the cache has moved since the cache was registered.
             UsageError: not called on the runtime's event loop.
         """
         self._require_loop("extend()")
@@ -315,6 +317,7 @@ class Lease:
         Raises:
             RequestError: `payload` was not promised, is too large, or differs from an earlier one; the lease has too
                 few blocks for all tokens; or `ready` is not an event.
+            LayoutError: a tensor of the cache has moved since the cache was registered.
             UsageError: not called on the runtime's event loop.
         """
         self._require_loop("complete()")
