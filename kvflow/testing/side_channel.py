@@ -97,7 +97,7 @@ class InprocListener:
                 self._counts["dropped"] += 1
                 continue
             answer = self._answer(header, request)
-            if isinstance(answer, asyncio.Future):
+            if asyncio.isfuture(answer):
                 answer.add_done_callback(partial(self._send_late, reply))
             else:
                 self._send(reply, answer)

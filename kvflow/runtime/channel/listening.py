@@ -210,7 +210,7 @@ class ZmqListener:
             reply: Answered = refusal("your CURVE key is no longer in our curve_peers_dir")
         else:
             reply = self._reply_to(header, body_frame, engine)
-        if isinstance(reply, asyncio.Future):
+        if asyncio.isfuture(reply):  # a library may have put another class in the place of `asyncio.Future`
             reply.add_done_callback(partial(self._send_when_done, sender, header))
         else:
             self._send(sender, header, reply)
@@ -261,7 +261,7 @@ class ZmqListener:
         If the queue of answers to the reader is full, drop the answer, and increment the counter "dropped" instead.
         """
         sent = self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
-        assert isinstance(sent, asyncio.Future), "and it is done: nothing waits to be sent"
+        assert asyncio.isfuture(sent), "and it is done: nothing waits to be sent"
         problem = sent.exception()
         if isinstance(problem, zmq.Again):
             self._count_dropped("an answer to a reader that does not receive")
