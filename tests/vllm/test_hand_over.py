@@ -231,6 +231,23 @@ def test_a_reset_of_the_cache_withdraws_what_is_offered(site: Site, story: list[
     assert caught.value.status == 500
 
 
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_a_pause_waits_for_offers_which_can_be_read(pair: tuple[Server, Server], story: list[int], mode: str) -> None:
+    """A reset meanwhile changes nothing, and says so."""
+    producer, consumer = pair
+    salted = {"cache_salt": f"paused by {mode}"}
+    alone = consumer.text(story[:300], cache_salt="alone")
+    params = prefill(producer, story[:300], **salted)
+    with ThreadPoolExecutor() as pool:
+        paused = pool.submit(producer.post, "/pause", mode=mode)
+        assert producer.post("/reset_prefix_cache") == {"success": False}
+        assert consumer.text(story[:300], kv_transfer_params=params, **salted) == alone
+        assert paused.result() == {"status": "paused"}
+    producer.wait_metric("vllm:kvflow_leases_total", 1, outcome="read")
+    producer.post("/resume")
+    assert producer.text(story[:300], cache_salt="alone") == alone
+
+
 def test_a_server_that_slept_goes_on(pair: tuple[Server, Server], story: list[int]) -> None:
     producer, consumer = pair
     for server in pair:
