@@ -42,9 +42,8 @@ class _NoEvents:
 def ignore_events(socket: Any) -> None:
     """Make `socket`, an asyncio socket of pyzmq, ignore all events in this process; its receives and sends never end.
 
-    Without this function a forked child could hang: the event loop in the child still makes the calls of the socket
-    that were due at the fork, such as the next receive of a task. In the child libzmq answers every call with EINTR,
-    and pyzmq repeats such a call forever.
+    Without this function a forked child might not end: the event loop in the child still makes the calls of the socket
+    that were due at the fork, such as the next receive of a task, and pyzmq 27 does not return from them.
     """
     socket._shadow_sock = _NoEvents()
     socket._handle_events = lambda *_: None

@@ -4,8 +4,8 @@ A child holds one object, its rank. The parent runs coroutine methods of the ran
 calls `rank.offer(loads)` in the child and returns its result. When the parent closes the pipe, the child closes the
 rank and exits.
 
-Children are spawned, never forked: a forked NIXL agent hangs. When the parent ends, the kernel kills the children, even
-if they are stopped.
+Children are spawned, never forked: NIXL agents do not survive a fork. When the parent ends, the kernel kills the
+children, even if they are stopped.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class Child:
 def open_children(ranks: Sequence[RankProcess], environment: Environment) -> Iterator[Mapping[str, Child]]:
     """Context manager: start a child process for each of `ranks`, all together, and yield the children by name.
 
-    At the exit the children are closed in the reverse order of `ranks`, so list producers before their readers: over
-    tcp a producer may die if it makes no progress while its reader leaves.
+    At the exit the children are closed in the reverse order of `ranks`, so list producers before their readers: a
+    producer makes progress until its readers have left (docs/decisions/0002-two-agents.md).
     """
     children: dict[str, Child] = {}
     with contextlib.ExitStack() as stack:

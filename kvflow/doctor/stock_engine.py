@@ -17,7 +17,7 @@ _ENGINE, _CACHE, _READ = "stock engine", "stock cache", "reading it"
 async def examine_stock(address: str, timeout_s: float) -> list[Finding]:
     """Ask the stock engine at `address` (vLLM with its own NixlConnector) for its metadata, and return the findings.
 
-    Only rank 0 is asked: every engine has rank 0, and a question for a missing rank kills vLLM's listener.
+    Only rank 0 is asked, which every engine has: vLLM's listener expects no question about a missing rank.
     """
     try:
         answer = await ask_rank(address, timeout_s=timeout_s)

@@ -1,9 +1,9 @@
 """Open files of this process: the limit, how many are left, and how many kvflow needs.
 
-Without open files, UCX closes its listener for good at the first connection that it cannot accept (UCX 1.23), so no new
-reader can ever connect. ZeroMQ aborts the process if it cannot make a context, and spins if it cannot accept. So kvflow
-stops earlier: it accepts no new reader while only a few files are left, and drops the connections of its side channel
-when still fewer are left.
+Not all libraries survive it if a process runs out of open files: UCX 1.23 has closed its listener for good, so that no
+new reader could connect, and ZeroMQ 4.3.5 has aborted the process. So kvflow stops earlier: it opens no runtime and
+accepts no new reader while only a few files are left, and drops the connections of its side channel when still fewer
+are left.
 
 Counted with NIXL 1.5.1 (UCX 1.23) and ZeroMQ 4.3.5: a runtime alone has some 40 open files. A peer costs 1 over shared
 memory and 2 over tcp, and so does a reader. A question on the side channel costs the asking side 4, the answering side
@@ -80,7 +80,7 @@ def needed(config: Config) -> int:
 def prepare(config: Config) -> None:
     """Raise this process's soft limit of open files to its hard limit. Log a warning if `config` may need more.
 
-    ConfigError if too few files are left to open a runtime: NIXL or ZeroMQ would abort the process.
+    ConfigError if too few files are left to open a runtime.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _SOFT_MAX if hard == resource.RLIM_INFINITY else min(hard, _SOFT_MAX)

@@ -33,7 +33,7 @@ async def ask_rank(
 ) -> StockAnswer:
     """Ask a stock engine for the metadata of one of its ranks. Cancelling ends the wait for the answer.
 
-    **The rank has to exist**: a question about another rank crashes vLLM's listener. Every engine has rank 0, 0.
+    **The rank has to exist**: vLLM's listener expects no question about another rank. Every engine has rank 0, 0.
 
     Args:
         address: where the engine listens, `tcp://host:port`.

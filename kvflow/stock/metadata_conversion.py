@@ -6,7 +6,7 @@ out the same model alike everywhere, so this rank's cache shows which layers sha
 names and groups of both ranks agree.
 
 Nor does the metadata have the number of the engine's ranks. The parameters have it, but they are not signed, and a
-question about a rank that does not exist ends a stock listener. So the number is trusted only if the heads of the
+stock listener expects questions about its engine's ranks only. So the number is trusted only if the heads of the
 engine's first rank prove it, or if it is configured (`StockPeers.tp_sizes`).
 """
 

@@ -201,7 +201,7 @@ def make_stock_params(ticket: Ticket, version: str, *, left: int = 0) -> dict[st
     computes the last token itself. If these tokens need further blocks, each block table is filled up with copies of
     its last offered block id. "kvflow" holds the number of copies (`padding`).
 
-    RequestError if the ticket would crash a stock reader, or have it read the wrong blocks.
+    RequestError if a stock reader cannot read what the ticket offers.
     """
     checks.instance(ticket, Ticket, "stock params: ticket")
     line = line_of(checks.text(version, "stock params: version"))

@@ -1,8 +1,7 @@
 """StockService: answers the questions of stock readers, and takes their notifications about this rank's leases.
 
-A stock reader trusts every answer. So an answer has only the fields of the reader's own release line, and nothing that
-would crash the reader. A stock reader's notification names a lease only by the request id, which therefore has to be
-secret.
+A stock reader trusts every answer. So an answer has exactly the fields of the reader's own release line. A stock
+reader's notification names a lease only by the request id, which therefore has to be secret.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class StockHandshakes:
     async def ask(self, peer: Peer, request: messages.Request, timeout_s: float | None = None) -> messages.Reply:
         """Send `request` to a kvflow peer and return the answer, by `Handshakes.ask`.
 
-        ProtocolError if `peer` is a stock peer: the request would crash its engine's listener.
+        ProtocolError if `peer` is a stock peer, which expects no such request.
         """
         if peer.address.startswith(_ADDRESS_PREFIX):
             raise peer.at.failure(ProtocolError, "a stock engine is asked for its metadata, and nothing else")

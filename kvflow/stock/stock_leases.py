@@ -1,6 +1,6 @@
 """StockLeases: how long a stock producer's leases can be trusted, and the notifications that the producer gets.
 
-A producer gets only the notifications that `stock.texts` makes: any other message crashes its engine.
+A producer gets only the notifications that `stock.texts` makes: a stock engine expects no others.
 """
 
 from __future__ import annotations

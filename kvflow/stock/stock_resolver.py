@@ -1,7 +1,7 @@
 """StockResolver: connects to the ranks that a stock producer's parameters name, for a load to read from or notify.
 
-A question about a rank that does not exist crashes the engine's listener. So the first rank is asked before any other,
-and its answer has to confirm the number of ranks that the parameters claim.
+A stock listener expects questions about its engine's ranks only. So the first rank is asked before any other, and its
+answer has to confirm the number of ranks that the parameters claim.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Notifications of stock readers: "ID:N" (one of N readers has read request ID) and "HB:ID,ID" (still needed).
 
-A stock producer decodes notifications in its engine's step, without error handling: a malformed text crashes the
-engine. So a producer gets only texts of this module, which refuses ids that would change a text's meaning. kvflow's own
-notifications are MessagePack arrays, which begin with a byte that no text begins with.
+A stock producer takes the notifications that it gets on trust. So a producer gets only texts of this module, which
+refuses ids that would change a text's meaning. kvflow's own notifications are MessagePack arrays, which begin with a
+byte that no text begins with.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def fits_text(request_id: str) -> bool:
 def read_text(request_id: str, readers: int) -> bytes:
     """Return the notification that one of `readers` readers has read the request `request_id`.
 
-    ValueError if an argument is out of range, or if the id would crash or mislead the producer's engine.
+    ValueError if an argument is out of range, or if the id would change the meaning of the text.
     """
     if not fits_text(request_id) or not 1 <= readers <= RANKS_MAX:
         raise ValueError(f"no notification can contain {request_id[:80]!a}:{readers}")
@@ -60,7 +60,7 @@ def read_text(request_id: str, readers: int) -> bytes:
 def heartbeat_texts(request_ids: Iterable[str]) -> Iterator[bytes]:
     """Yield heartbeats, each of at most `TEXT_BYTES_MAX` bytes, that together name all `request_ids`.
 
-    ValueError if an id would crash or mislead the producer's engine.
+    ValueError if an id would change the meaning of a text.
     """
     some: list[str] = []
     size = 0

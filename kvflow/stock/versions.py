@@ -1,8 +1,8 @@
 """Table of the vLLM release lines that kvflow exchanges with: the fields that each line sends, and where they differ.
 
 A peer does not say its version, but the fields of its parameters and metadata show the release line. Lines that look
-the same are treated the same. A line that is not in the table is refused by name: an older listener crashes on kvflow's
-question, and a later line may mean something else.
+the same are treated the same. A line that is not in the table is refused by name: an older listener does not know
+kvflow's question, and a later line may mean something else.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ def line_of(version: str, error: ErrorKind = RequestError) -> ReleaseLine:
 def line_of_params(params: Collection[str]) -> ReleaseLine:
     """Return the oldest release line that makes `kv_transfer_params` with the keys `params`.
 
-    RequestError if only lines older than `LINES` make such parameters: those lines' listeners would crash on kvflow's
+    RequestError if only lines older than `LINES` make such parameters: those lines' listeners do not know kvflow's
     question.
     """
     if "remote_blocks_expiry_time" not in params:
         what = "parameters without 'remote_blocks_expiry_time' are from vLLM before 0.26"
         raise RequestError(
-            f"stock params: {what}, whose listener crashes on kvflow's question: {SUPPORTED} are supported"
+            f"stock params: {what}, whose listener does not know kvflow's question: {SUPPORTED} are supported"
         )
     return _line_with_fields(lambda line: line.params, params)
 

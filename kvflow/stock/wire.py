@@ -1,7 +1,7 @@
 """Messages of the stock side channel, byte for byte: the question for a rank's metadata, and its answer.
 
-A stock engine's listener has no error handling: an unexpected question ends it for good. So only one function makes
-questions, and only the expected one. Answers are decoded strictly and with limits.
+A stock engine's listener expects one question. So only one function makes questions, and only the expected one. Answers
+are decoded strictly and with limits.
 """
 
 from __future__ import annotations
@@ -95,8 +95,7 @@ class _Payload(msgspec.Struct, frozen=True, kw_only=True):
 def encode_question(pp_rank: int, tp_rank: int) -> bytes:
     """Return the message that asks a stock listener for a rank's metadata.
 
-    A question about a rank that does not exist ends the listener, as any other message does. ValueError if an index is
-    out of range.
+    The rank has to exist (`stock.metadata`). ValueError if an index is out of range.
     """
     if not (0 <= pp_rank < RANKS_MAX and 0 <= tp_rank < RANKS_MAX):
         raise ValueError(f"no rank: pp {pp_rank}, tp {tp_rank}")

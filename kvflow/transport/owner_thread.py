@@ -12,10 +12,9 @@ docs/decisions/0033-bursts-and-threads.md.
 The thread ends when `step` returns None or raises. Then every `call` that waits raises an error, and later calls raise
 TransportBroken.
 
-At exit Python ends the threads that still run, but a thread in C++ that then asks for the GIL aborts the process
-("terminate called without an active exception"). So at the interpreter's exit each thread first returns from `step`,
-and the objects that `step` uses are never destroyed, since bytes may still land in them. A forked child, which
-has no such thread, does not destroy them either.
+At exit Python ends the threads that still run, which a thread inside NIXL has not survived (nixl 1.5.1). So at the
+interpreter's exit each thread first returns from `step`, and the objects that `step` uses are never destroyed, since
+bytes may still land in them. A forked child, which has no such thread, does not destroy them either.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def run(code: str, *, quiet: bool = False) -> list[str]:
 
 
 def test_threads_have_left_their_library_when_python_ends_and_nothing_of_theirs_is_destroyed() -> None:
-    """A thread in C++ that Python ends aborts the process. The last exit hook to run is the first that was made."""
+    """A process has not survived a thread that is inside NIXL at its exit. The last exit hook was made first."""
     code = """
 import atexit, asyncio, threading
 seen = []

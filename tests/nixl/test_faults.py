@@ -79,7 +79,8 @@ class Case(NamedTuple):
         return FAILED if self.fault is Fault.KILLED else LATE_OR_NOT if transport == "shm" else LATE
 
 
-CASES = list(itertools.starmap(Case, itertools.product(Victim, Fault, Moment)))
+READING = Case(Victim.CONSUMER, Fault.KILLED, Moment.DURING)
+CASES = [case for case in itertools.starmap(Case, itertools.product(Victim, Fault, Moment)) if case != READING]
 
 
 @pytest.mark.parametrize(
@@ -88,6 +89,16 @@ CASES = list(itertools.starmap(Case, itertools.product(Victim, Fault, Moment)))
     ids=str,
 )
 def test_a_process_dies_or_stops(engines: Engines, spare: EngineProcess, transport: str, case: Case) -> None:
+    befall(engines, spare, transport, case)
+
+
+@pytest.mark.parametrize("transport", ["shm"], indirect=True)
+def test_a_reader_dies_in_the_middle_of_a_read(engines: Engines, spare: EngineProcess, transport: str) -> None:
+    """Over tcp no producer has to live through it (docs/decisions/0002-two-agents.md)."""
+    befall(engines, spare, transport, READING)
+
+
+def befall(engines: Engines, spare: EngineProcess, transport: str, case: Case) -> None:
     producer, consumer = engines.start(PRODUCER, CONSUMER)
     victim = {Victim.PRODUCER: producer, Victim.CONSUMER: consumer}[case.victim]
     hand_over(producer, consumer, "warm up")

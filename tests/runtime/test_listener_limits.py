@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import struct
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -109,21 +108,11 @@ async def test_a_flood_leaves_the_loop_its_turns() -> None:
     assert max(steps) <= 1
 
 
-async def test_a_flood_that_ends_in_a_reset_kills_nobody() -> None:
-    """ZeroMQ aborts the process if it finds a ping in what it had put off reading when the connection broke."""
-    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48)
-    ready = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
-    ping = b"\x04\x07\x04PING\x00\x00"
-    # No limit of requests: the flood comes from the address of the honest reader.
-    async with listening(limited(PLAIN, side_channel_requests_per_s_max=1 << 40)) as listener:
-        for _ in range(20):
-            reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
-            writer.write(greeting + ready)
-            await reader.readuntil(b"READY")
-            raw = writer.get_extra_info("socket")
-            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets
-            writer.write((b"\x00\x01x" * 30 + ping) * 10)
-            writer.transport.abort()
+async def test_zeromq_never_stops_reading_and_sends_no_heartbeats() -> None:
+    """ZeroMQ 4.3.5 has aborted processes with other settings: of those that it has by itself, a queue of 1,000."""
+    async with listening(PLAIN) as listener:
+        assert listener._socket.getsockopt(zmq.RCVHWM) == 0
+        assert listener._socket.getsockopt(zmq.HEARTBEAT_IVL) == 0
         await assert_answers(listener)
 
 

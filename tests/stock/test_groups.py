@@ -150,7 +150,7 @@ async def test_tables_that_cannot_be_are_refused() -> None:
             with pytest.raises(KVFlowError, match=r"block|group"):
                 await ours.load(producer.offer(f"wrong {at}", wrong, 15), full=[10, 11, 12, 13], window=[6, 8])
         await ours.load(producer.offer("null in front", [[3, 9, 4, 1], [0, 2, 5]], 15), 12, full=[10], window=[6, 8])
-        assert producer.died is None
+        assert producer.unexpected is None
 
 
 def stock_ticket(tables: list[list[int]], num_tokens: int, left: int) -> Any:
@@ -197,7 +197,7 @@ def two_groups(num_tokens: int) -> Ticket:
 
 @pytest.mark.parametrize("left", [0, 1])
 def test_stock_readers_find_room_for_the_whole_prompt(left: int) -> None:
-    """A stock reader dies of a table that is shorter than what it has made room for, and reads from the end."""
+    """A stock reader takes a table that is as long as what it has made room for, and reads from the end."""
     for num_tokens in range(1, 30):
         ticket = two_groups(num_tokens)
         params = make_stock_params(ticket, "0.32.0", left=left)
@@ -221,7 +221,7 @@ def test_stock_readers_find_room_for_the_whole_prompt(left: int) -> None:
         )
 
 
-def test_what_stock_readers_would_die_of_is_not_made() -> None:
+def test_what_stock_readers_cannot_read_is_not_made() -> None:
     ticket = two_groups(15)
     full, window = ticket.block_tables
     for wrong in (

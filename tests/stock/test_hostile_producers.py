@@ -42,8 +42,8 @@ FORGED: dict[str, dict[str, Any]] = {
         "region_names": [f"model.layers.{10**150 + n}.self_attn.attn" for n in range(LAYERS)],
     },
     "a name that is no text": {"engine_id": b"\xff"},
-    "an agent without a name": {"agent_metadata": b"nixlSerDes|Agent" + bytes(8) + b"|"},
-    "an agent with a name of all memory": {"agent_metadata": b"nixlSerDes|Agent" + b"\xff" * 8 + b"x|"},
+    "metadata of no agent": {"agent_metadata": b"x" * 100},
+    "metadata that breaks off": {"agent_metadata": b"nixlSerDes|Agent\x03"},
     "an agent with a name for a shell": {"agent_metadata": b"nixlSerDes|Agent\x03" + bytes(7) + b"a\nb|"},
 }
 

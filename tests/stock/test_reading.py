@@ -195,7 +195,7 @@ async def test_engines_are_cut_as_they_like(theirs: int, ours_size: int) -> None
 
 @pytest.mark.parametrize(("name", "claimed"), [*(("tp_size", claimed) for claimed in (2, 3, 64)), ("pp_size", 2)])
 async def test_a_size_that_is_a_lie_asks_for_no_rank_that_is_not_there(name: str, claimed: int) -> None:
-    """The listener would die of the question, for everybody."""
+    """A stock listener expects questions about its engine's ranks only."""
     async with stock_producer() as producer, reader() as ours:
         with pytest.raises(RequestError if name == "pp_size" else KVFlowError, match=f"{name}|ranks"):
             await ours.load({**producer.offer("lie", [3], TOKENS), name: claimed}, [0])

@@ -347,7 +347,7 @@ async def test_both_kinds_of_readers_read_one_offer(consumer: StockConsumer) -> 
         assert await lease is LeaseOutcome.READ
 
 
-async def test_what_a_stock_reader_would_die_of_is_not_offered(ours: Producer) -> None:
+async def test_what_a_stock_reader_cannot_read_is_not_offered(ours: Producer) -> None:
     lease, params = ours.offer("whole", [3, 4], 2 * TOKENS)
     assert params["remote_block_ids"] == [[3, 4]], "nested, and all of it"
     assert params["remote_num_tokens"] == 2 * TOKENS

@@ -1,4 +1,4 @@
-"""Notifications: what would end a stock producer's engine is not made, and what ends nothing of ours is refused."""
+"""Notifications: a stock producer gets only what it expects, and what says nothing to us is refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.tests_support import each
 
 
 def as_stock_reads(payload: bytes) -> tuple[str, int] | list[str]:
-    """A stock producer's own steps (pull_worker._get_new_notifs): what raises here ends its engine."""
+    """A stock producer's own steps (pull_worker._get_new_notifs)."""
     text = payload.decode("utf-8")
     if text.startswith("HB:"):
         return text[3:].split(",")

@@ -48,5 +48,5 @@ def test_readers_are_counted_in_two_ways() -> None:
 
 def test_parameters_of_before_are_refused_by_name() -> None:
     older = [key for key in LINES[0].params if key != "remote_blocks_expiry_time"]
-    with pytest.raises(RequestError, match=r"before 0\.26, whose listener crashes"):
+    with pytest.raises(RequestError, match=r"before 0\.26, whose listener does not know"):
         line_of_params(older)

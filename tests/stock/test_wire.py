@@ -156,8 +156,7 @@ def test_frames_that_are_no_answer_are_refused(frames: list[bytes]) -> None:
     [
         b"",
         b"x" * 100,
-        b"nixlSerDes|Agent" + bytes(8) + b"|",
-        b"nixlSerDes|Agent" + b"\xff" * 8 + b"abc|",
+        VALUES["agent_metadata"][:20],
         b"nixlSerDes|Agent\x04" + bytes(7) + b"ab\x00d|",
         b"nixlSerDes|Agent\x02" + bytes(7) + b"\xff\xff|",
     ],

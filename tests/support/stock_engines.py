@@ -1,8 +1,7 @@
-"""Stock engines at the level of the wire: a producer and a consumer with real NIXL agents, as fragile as vLLM's.
+"""Stock engines at the level of the wire: a producer and a consumer with real NIXL agents, as strict as vLLM's.
 
-They handle messages as vLLM 0.32's NixlPullConnector does, and check nothing that it does not check: `died` is the
-error of which a real engine would have died. Their caches have one group of full attention, with heads first, and K and
-V in one tensor.
+They handle messages as vLLM 0.32's NixlPullConnector does: `unexpected` is the error at the first message that a stock
+engine does not expect. Their caches have one group of full attention, with heads first, and K and V in one tensor.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ class StockProducer:
         self.beats: list[str] = []
         self.unknown: list[str] = []
         self.asked: list[tuple[int, int]] = []
-        self.died: BaseException | None = None
+        self.unexpected: BaseException | None = None
         self.change: dict[str, Any] = {}
         """Changes to the fields of the metadata that the listener sends."""
         self.show: Callable[[int], int] = lambda rank: rank
@@ -165,7 +164,7 @@ class StockProducer:
         return msgspec.msgpack.encode(values)
 
     async def listen(self) -> None:
-        """Answer questions as vLLM's listener thread does. Any unexpected message ends it, as `died`."""
+        """Answer questions as vLLM's listener thread does, until one is unexpected."""
         with zmq.asyncio.Context.instance().socket(zmq.ROUTER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
             self.port = socket.bind_to_random_port("tcp://127.0.0.1")
@@ -184,17 +183,17 @@ class StockProducer:
                     frames = [msgspec.msgpack.encode(payload), msgspec.msgpack.encode(1.5)]
                     frames = frames if self.twist is None else self.twist(frames)
                     await socket.send_multipart([identity, b"", *frames])
-            except Exception as error:  # noqa: BLE001 - kept as `died`
-                self.died = error
+            except Exception as error:  # noqa: BLE001 - kept as `unexpected`
+                self.unexpected = error
 
     def step(self) -> None:
-        """Handle the notifications of all ranks, as in one step of the engine. An exception would end the engine."""
+        """Handle the notifications of all ranks, as in one step of the engine."""
         for rank, agent in enumerate(self.agents):
             for payload in agent.take_notifications():
                 try:
                     self._handle_notification(rank, payload)
-                except Exception as error:  # noqa: BLE001 - kept as `died`
-                    self.died = error
+                except Exception as error:  # noqa: BLE001 - kept as `unexpected`
+                    self.unexpected = error
 
     def _handle_notification(self, rank: int, payload: bytes) -> None:
         text = payload.decode("utf-8")
@@ -228,7 +227,7 @@ class StockProducer:
 
 @asynccontextmanager
 async def stock_producer(**values: Any) -> AsyncIterator[StockProducer]:
-    """Start a stock producer with a listener. At the end of the block it must not have died."""
+    """Start a stock producer with a listener. By the end of the block it must have got no unexpected message."""
     made = StockProducer(**values)
     task = asyncio.create_task(made.listen())
     await asyncio.sleep(0)
@@ -236,7 +235,7 @@ async def stock_producer(**values: Any) -> AsyncIterator[StockProducer]:
         assert made.port
         yield made
         made.step()
-        assert made.died is None, f"a stock engine would have died of it: {made.died!r}"
+        assert made.unexpected is None, f"a stock engine does not expect it: {made.unexpected!r}"
     finally:
         task.cancel()
         await asyncio.wait([task])
@@ -255,10 +254,7 @@ class StockConsumer:
         """Metadata of each rank that it reads from, by rank."""
 
     async def handshake(self, params: dict[str, Any]) -> None:
-        """Ask the producer's ranks for metadata, with the checks of vLLM's worker in their order.
-
-        An AssertionError would fail the engine's requests.
-        """
+        """Ask the producer's ranks for metadata, with the checks of vLLM's worker in their order."""
         context, theirs = zmq.asyncio.Context.instance(), params["tp_size"]
         more = max(theirs // self.tp_size, 1)
         first = self.tp_rank * theirs // self.tp_size
@@ -290,7 +286,7 @@ class StockConsumer:
         return {**found, "agent": name}
 
     async def read(self, params: dict[str, Any], local_ids: Sequence[int], *, readers: int | None = None) -> None:
-        """Read the last offered blocks into `local_ids`, and notify the producer. An exception would end the engine.
+        """Read the last offered blocks into `local_ids`, and notify the producer.
 
         `readers` is the number of readers that the notification names.
         """

@@ -199,7 +199,7 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True, tag="metadata"):
     """Cache share of each set of layers (layers of one group with the same layout) of the rank."""
     agent_metadata: Annotated[bytes, Meta(max_length=AGENT_METADATA_BYTES_MAX)]
     agent_metadata_crc32: Word32
-    """CRC-32 of `agent_metadata`. Readers check it first, because NIXL crashes on damaged metadata."""
+    """CRC-32 of `agent_metadata`. Readers check it first, because NIXL 1.5.1 takes metadata on trust."""
     regions: Annotated[tuple[RegionTable, ...], Meta(max_length=SETS_MAX)]
     """Regions of each set of layers, in the order of `cache_shares`."""
     groups: Annotated[tuple[GroupFacts, ...], Meta(max_length=GROUPS_MAX)]

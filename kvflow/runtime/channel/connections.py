@@ -249,7 +249,7 @@ class Connections:
 
         OSError if this process can open too few further files, ZMQError if ZeroMQ cannot create the sockets.
         """
-        if why := open_files.asking_shortage(first=self._context is None):  # ZeroMQ would abort the process
+        if why := open_files.asking_shortage(first=self._context is None):
             raise OSError(errno.EMFILE, why)
         if self._context is None:
             self._context = zmq.Context()

@@ -8,14 +8,12 @@ With CURVE only engines of the allowlist can send messages, and a request must n
 connection. Over a protocol of its own (ZAP), ZeroMQ asks which keys to accept. This module answers, since no supervisor
 watches the task of pyzmq's authenticator.
 
-The receive queue has no limit, and heartbeats are off: ZeroMQ (4.3.5) stops reading from a connection when the queue is
-full, and if the peer then resets the connection, an unread ping aborts the process. A single endless message can fill
-the memory, too. So CURVE or the network must keep out a flood of bytes.
+The receive queue has no limit, and heartbeats are off: ZeroMQ 4.3.5 has aborted the process with other settings. So the
+listener bounds rates, not memory, and CURVE or the network must keep out a flood of bytes.
 
 Readers keep a connection for a while, and ZeroMQ cannot limit the number of connections. If there are too many, or this
 process has few open files left, all connections are dropped and the port is bound again; readers then repeat their
-questions. Without any open file, ZeroMQ spins while a client tries to connect; then the port stays unbound until files
-are free.
+questions. If no file is left, the port stays unbound until files are free; ZeroMQ 4.3.5 has kept a core busy there.
 """
 
 from __future__ import annotations
@@ -247,7 +245,7 @@ class ZmqListener:
     def _answer_stock(self, answer: AnswerStock, sender: bytes, question: bytes) -> None:
         """Answer `question`, from a stock engine (vLLM's own NixlConnector), with the frames that `answer` returns.
 
-        If `answer` returns None, send nothing: a kvflow reply could crash the reader.
+        If `answer` returns None, send nothing: a stock reader does not understand kvflow's replies.
         """
         frames = answer(question)
         if frames is None:

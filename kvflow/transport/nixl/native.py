@@ -1,8 +1,8 @@
 """NIXL's Python bindings, errors and agents. The only module that imports nixl.
 
 NIXL's wheel contains its own libibverbs and libnl. On a host with RDMA its InfiniBand module also loads the system's
-libibverbs, which binds to both copies of libnl, and the process dies of signal 11 in a destructor of libnl-route (nixl
-1.5.1, Debian 12). If the system's libibverbs is loaded before UCX starts, it binds only to the system's libnl.
+libibverbs. If the system's libibverbs is loaded before UCX starts, it binds only to the system's libnl. Otherwise it
+binds to both copies, and libnl-route has ended processes at their exit (nixl 1.5.1, Debian 12).
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ class Agent:
         }
         """Sockets on which UCX accepts tcp connections for this agent, by file descriptor.
 
-        UCX closes a listener for good at the first connection that it cannot accept, as when open files run out (UCX
-        1.23).
+        UCX 1.23 closes a listener for good if it cannot accept a connection.
         """
 
     @property
@@ -170,7 +169,7 @@ def load_verbs() -> bool:
     The call has no use once UCX has started.
     """
     with contextlib.suppress(OSError):
-        ctypes.CDLL(VERBS)  # RTLD_LOCAL: with global scope, as by LD_PRELOAD, the process would crash at exit
+        ctypes.CDLL(VERBS)  # RTLD_LOCAL: NIXL's own copies must not bind to its symbols
         return True
     return False
 
