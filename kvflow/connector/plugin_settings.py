@@ -1,13 +1,13 @@
-"""PluginSettings: checks the JSON settings of an engine's plugin: fields of `kvflow.Config` and the plugin's own keys.
+"""Checks an engine's options and the JSON settings of its plugin: fields of `kvflow.Config` and the plugin's own keys.
 
-Each ConfigError names the place of the settings and the wrong key.
+Each ConfigError names the option, or the place of the settings and the wrong key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -16,6 +16,30 @@ from kvflow.config import Config
 from kvflow.errors import ConfigError
 
 OwnT = TypeVar("OwnT", bound=msgspec.Struct)
+
+
+class RefusedOption(NamedTuple):
+    """An option of an engine that changes what its block ids mean, so that the engine does not start with kvflow."""
+
+    option: str
+    field: str
+    """Where the engine keeps the option's value, for example "parallel.pp_size"."""
+    off: object
+    """Value of the field without the option."""
+    reason: str
+
+
+def refuse_options(refused: Iterable[RefusedOption], configs: object, *, plugin: str) -> None:
+    """Raise ConfigError, with the option's name, if an engine runs with one of the `refused` options.
+
+    `configs` is the engine's configuration; what it lacks is off. The error's message begins with `plugin`.
+    """
+    for option, field, off, reason in refused:
+        given = configs
+        for name in field.split("."):
+            given = getattr(given, name, off)
+        if given != off:
+            raise ConfigError(f"{plugin}: {option} is {given}, supported is {off}: {reason}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

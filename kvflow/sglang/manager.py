@@ -19,21 +19,24 @@ import secrets
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import aiohttp
 import msgspec
 import torch.distributed
 import zmq
+from sglang.srt.configs.mamba_utils import mamba2_state_dtype
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_device, get_disagg, get_parallel
+from sglang.srt.runtime_context import get_device, get_disagg, get_exec, get_memory, get_parallel
 from sglang.srt.utils.network import get_local_ip_auto
 
 from kvflow.blocking import Load, Runtime
 from kvflow.checks import error_text
+from kvflow.connector.plugin_settings import refuse_options
 from kvflow.core.policy.bounded_map import BoundedMap
 from kvflow.errors import ConfigError, KVFlowError, PeerIncompatible
 from kvflow.hosts import address_at
@@ -44,12 +47,10 @@ from kvflow.sglang.bootstrap import INTRODUCTION
 from kvflow.sglang.hooks import hook_decode, hook_prefill
 from kvflow.sglang.pools import Buffers, aux_buffers, kv_buffers, state_buffers, transferred_items
 from kvflow.sglang.rooms import MESSAGE_FRAME, Answer, Room, RoomMessage, RoomRequest, Rooms
-from kvflow.sglang.server_settings import config_of
+from kvflow.sglang.server_settings import REFUSED_OPTIONS, config_of
 
 logger = logger_of(__name__)
 
-_SUPPORTED_MAX = {"attn_cp_size": 1, "pp_size": 1, "attn_dcp_size": 1, "enable_kv_cache_sharding": False}
-"""Largest supported value of SGLang's settings for kinds of parallelism other than tensor and data parallelism."""
 _INCOMPATIBLE_S = 1.0
 """Seconds for which requests to an incompatible prefill server fail at once. Then SGLang asks for that server's
 settings again."""
@@ -84,14 +85,12 @@ class KVFlowManager(CommonKVManager):
         SGLang's constructor, which registers this rank at the bootstrap server, needs the pools and tables. ConfigError
         if kvflow does not support a setting.
         """
-        parallel, policy = get_parallel(), get_disagg().disaggregation_decode_allocation_policy
-        for name, most in _SUPPORTED_MAX.items():
-            if getattr(parallel, name) > most:
-                raise ConfigError(f"kvflow for SGLang: {name} is {getattr(parallel, name)}, supported is {most}")
-        if policy != "early":
-            raise ConfigError(
-                f"kvflow for SGLang: disaggregation_decode_allocation_policy is {policy}, supported is early"
-            )
+        parallel = get_parallel()
+        options = SimpleNamespace(parallel=parallel, disagg=get_disagg(), memory=get_memory(), exec=get_exec())
+        refuse_options(REFUSED_OPTIONS, options, plugin="kvflow for SGLang")
+        layout = envs.SGLANG_AITER_KV_CACHE_LAYOUT
+        if layout.get().lower() != "nhd":
+            raise ConfigError(f"kvflow for SGLang: {layout.name} is {layout.get()}, supported is nhd")
         deferred = envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE
         if mode == DisaggregationMode.DECODE and not deferred.get():
             raise ConfigError(
@@ -122,7 +121,8 @@ class KVFlowManager(CommonKVManager):
         latent = is_mla or args.is_hybrid_mla_backend
         model_heads = 0 if latent else _model_heads(args, server_args)
         heads = max(1, model_heads // parallel.attn_tp_size) if model_heads else 0
-        found = [kv_buffers(args, heads=heads), *state_buffers(args, heads=heads)]
+        states = state_buffers(args, heads=heads, dtypes=_state_dtypes(args, server_args))
+        found = [kv_buffers(args, heads=heads), *states]
         if self.aux_moves:
             found.append(self.aux)
         self.pools = [_Pool(one, model_heads, producer, self.secret) for one in found]
@@ -410,8 +410,18 @@ def _model_heads(args: Any, server_args: Any) -> int:
     SGLang passes it in `args` to prefill servers only; on decode servers it comes from the model's config.
     """
     known = getattr(args, "total_kv_head_num", None)
-    if known is None:
-        from sglang.srt.configs.model_config import ModelConfig
+    return int(_model_config(server_args).get_total_num_kv_heads() if known is None else known)
 
-        known = ModelConfig.from_server_args(server_args).get_total_num_kv_heads()
-    return int(known)
+
+def _state_dtypes(args: Any, server_args: Any) -> str:
+    """Return the dtypes of recurrent state, which servers may set and buffers do not show; "" if there is none."""
+    if not any(kind.value == "mamba" for kind in args.state_types):
+        return ""
+    dtypes = mamba2_state_dtype(_model_config(server_args).hf_config)
+    return f".{dtypes.conv}.{dtypes.temporal}".replace("torch.", "")
+
+
+def _model_config(server_args: Any) -> Any:
+    from sglang.srt.configs.model_config import ModelConfig
+
+    return ModelConfig.from_server_args(server_args)

@@ -134,11 +134,12 @@ def kv_buffers(args: Any, *, heads: int) -> Buffers:
     )
 
 
-def state_buffers(args: Any, *, heads: int) -> list[Buffers]:
+def state_buffers(args: Any, *, heads: int, dtypes: str = "") -> list[Buffers]:
     """Return a pool for each component of state in `args` (windows, recurrent state, indexes), in SGLang's order.
 
-    `heads` is the number of KV heads of one rank, 0 for latents. Sliding windows are divided by heads if SGLang's
-    layout allows that. Layers without state, which SGLang lists with items of 0 bytes, are left out.
+    `heads` is the number of KV heads of one rank, 0 for latents. `dtypes` names those of recurrent state. Sliding
+    windows are divided by heads if SGLang's layout allows that. Layers without state, which SGLang lists with items of
+    0 bytes, are left out.
     """
     found = []
     for at, kind in enumerate(args.state_types):
@@ -157,7 +158,7 @@ def state_buffers(args: Any, *, heads: int) -> list[Buffers]:
                 heads=heads if cut else 0,
                 cut=cut,
                 replicated=heads == 0 and kind.value != "mamba",
-                format=f"{args.kv_cache_dtype_str}.{kind.value}",
+                format=f"{args.kv_cache_dtype_str}.{kind.value}" + dtypes * (kind.value == "mamba"),
             )
         )
     return found

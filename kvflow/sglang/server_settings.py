@@ -10,11 +10,33 @@ import msgspec
 
 from kvflow.checks import short_repr
 from kvflow.config import Config
-from kvflow.connector.plugin_settings import PluginSettings
+from kvflow.connector.plugin_settings import PluginSettings, RefusedOption
 from kvflow.errors import ConfigError
 
 SETTINGS = "KVFLOW_SGLANG_CONFIG"
 """Name of the environment variable with fields of `kvflow.Config` as a JSON object, for all ranks of a server."""
+
+_TOKENS_OF_RANKS = "the tokens of a page are on several ranks"
+REFUSED_OPTIONS = (
+    RefusedOption("--attn-cp-size", "parallel.attn_cp_size", 1, _TOKENS_OF_RANKS),
+    RefusedOption("--dcp-size", "parallel.attn_dcp_size", 1, _TOKENS_OF_RANKS),
+    RefusedOption("--enable-kv-cache-sharding", "parallel.enable_kv_cache_sharding", False, _TOKENS_OF_RANKS),
+    RefusedOption("--pp-size", "parallel.pp_size", 1, "ranks of other stages have pages of other layers"),
+    RefusedOption("--enable-hisparse", "memory.enable_hisparse", False, "pages of a decode server are in host memory"),
+    RefusedOption(
+        "--enable-unified-memory", "memory.enable_unified_memory", False, "pages are of all layers, and move"
+    ),
+    RefusedOption(
+        "--enable-memory-saver", "exec.features.enable_memory_saver", False, "pages lose the memory that is registered"
+    ),
+    RefusedOption(
+        "--disaggregation-decode-allocation-policy",
+        "disagg.disaggregation_decode_allocation_policy",
+        "early",
+        "a decode server has to have pages before the first chunk",
+    ),
+)
+"""Options that change what a page index means. tests/sglang/options.py says it of all options."""
 
 _RANKS = ("tp_rank", "tp_size", "dp_rank", "pp_rank", "pp_size")
 _SETTINGS = PluginSettings(

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm.platforms import current_platform
 
 from kvflow.checks import Seconds, Size
 from kvflow.config import Config
-from kvflow.connector.plugin_settings import PluginSettings
+from kvflow.connector.plugin_settings import PluginSettings, RefusedOption, refuse_options
 from kvflow.connector.scheduler import SchedulingConfig
 from kvflow.core.cache.groups import GroupKind
-from kvflow.errors import ConfigError
 from kvflow.logs import logger_of
 from kvflow.vllm.kv_cache_layout import Group
 
@@ -104,28 +103,16 @@ class Extra(msgspec.Struct, frozen=True, kw_only=True):
         return self.prefix_peers is not None or bool(self.prefix_events)
 
 
-class RefusedOption(NamedTuple):
-    """An option of vLLM with which KVFlowConnector does not start."""
-
-    option: str
-    fields: tuple[str, ...]
-    """The option's field in vLLM's configuration, "config.field", in each of the supported versions."""
-    off: object
-    """Value of the field without the option."""
-    reason: str
-
-
 _MEANING = "a block id would stand for the tokens of several ranks"
+_EXPERTS = "only the engine that computes a prompt knows the experts of its tokens, and they are not transferred"
 REFUSED_OPTIONS = (
-    RefusedOption("--decode-context-parallel-size", ("parallel_config.decode_context_parallel_size",), 1, _MEANING),
-    RefusedOption("--prefill-context-parallel-size", ("parallel_config.prefill_context_parallel_size",), 1, _MEANING),
-    RefusedOption("--use-replayssm", ("cache_config.use_replayssm",), False, "blocks hold a state that lags behind"),
+    RefusedOption("--decode-context-parallel-size", "parallel_config.decode_context_parallel_size", 1, _MEANING),
+    RefusedOption("--prefill-context-parallel-size", "parallel_config.prefill_context_parallel_size", 1, _MEANING),
+    RefusedOption("--use-replayssm", "cache_config.use_replayssm", False, "blocks hold a state that lags behind"),
+    RefusedOption("--enable-return-routed-experts", "aux_output_config.enable_return_routed_experts", False, _EXPERTS),
     RefusedOption(
-        "--enable-return-routed-experts",
-        ("aux_output_config.enable_return_routed_experts", "model_config.enable_return_routed_experts"),
-        False,
-        "only the engine that computes a prompt knows the experts of its tokens, and they are not transferred",
-    ),
+        "--enable-return-routed-experts", "model_config.enable_return_routed_experts", False, _EXPERTS
+    ),  # 0.28
 )
 """Options that change what a block id means, or need more than blocks. tests/vllm/options.py says it of all options."""
 
@@ -148,7 +135,7 @@ def extra_of(vllm_config: VllmConfig) -> Extra:
 
 def config_of(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Config:
     """Return the kvflow.Config for one rank, made from vLLM's configuration. ConfigError names a wrong setting."""
-    _refuse_options(vllm_config)
+    refuse_options(REFUSED_OPTIONS, vllm_config, plugin="KVFlowConnector")
     parallel, model, transfer = vllm_config.parallel_config, vllm_config.model_config, vllm_config.kv_transfer_config
     extra = extra_of(vllm_config)
     stock = _STOCK_DEFAULTS if extra.stock_peers else {}
@@ -183,15 +170,6 @@ def warn_of_side_channel(vllm_config: VllmConfig) -> None:
             ", ".join(found),
             _DEFAULTS["listen"],
         )
-
-
-def _refuse_options(vllm_config: VllmConfig) -> None:
-    """Raise ConfigError, with the option's name, if vLLM runs with one of REFUSED_OPTIONS."""
-    for option, fields, off, reason in REFUSED_OPTIONS:
-        for config, _, name in (field.partition(".") for field in fields):
-            given = getattr(getattr(vllm_config, config, None), name, off)
-            if given != off:
-                raise ConfigError(f"{option} is {given}, KVFlowConnector supports {off}: {reason}")
 
 
 def _staging(buffer_device: str) -> dict[str, str]:

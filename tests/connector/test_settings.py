@@ -6,13 +6,14 @@ import importlib
 import json
 import sys
 from dataclasses import MISSING, fields
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
 from kvflow import Config, Limits
-from kvflow.connector.plugin_settings import PluginSettings
+from kvflow.connector.plugin_settings import PluginSettings, RefusedOption, refuse_options
 from kvflow.errors import ConfigError
 from kvflow.parts import importing_part
 from tests.support.tests_support import each
@@ -90,6 +91,16 @@ def test_what_a_plugin_cannot_take_is_named_with_its_place(given: dict[str, obje
 def test_what_the_engine_says_wrong_is_not_blamed_on_the_place() -> None:
     with pytest.raises(ConfigError, match=r"^tp_rank: "):
         PLUGIN.config({"lease_ttl_s": 60}, {"engine_id": "e", "tp_rank": 3})
+
+
+@pytest.mark.parametrize("configs", [{}, {"parallel": {}}, {"parallel": {"cp_size": 1}}], ids=str)
+def test_an_option_that_an_engine_does_not_have_is_off(configs: dict[str, dict[str, int]]) -> None:
+    option = RefusedOption("--cp-size", "parallel.cp_size", 1, "why")
+    given = SimpleNamespace(**{name: SimpleNamespace(**one) for name, one in configs.items()})
+    refuse_options([option], given, plugin="kvflow")
+    given.parallel = SimpleNamespace(cp_size=4)
+    with pytest.raises(ConfigError, match=r"^kvflow: --cp-size is 4, supported is 1: why$"):
+        refuse_options([option], given, plugin="kvflow")
 
 
 def test_a_setting_whose_part_is_not_there_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,14 +58,16 @@ def use(rank: Rank) -> Iterator[None]:
 def configured() -> Iterator[None]:
     """SGLang's configuration is `current()`, wherever the classes read it."""
     kept = {}
-    names = ("get_parallel", "get_disagg", "get_serving", "get_observability", "get_device", "get_exec", "get_spec")
+    spaces = ("parallel", "disagg", "serving", "observability", "device", "exec", "spec", "memory")
     for module in (conn, manager_module, memory_pool, deepseek_v4_memory_pool):
-        for name in names:
+        for name in (f"get_{space}" for space in spaces):
             if hasattr(module, name):
                 kept[module, name] = getattr(module, name)
                 setattr(module, name, current)
     kept[manager_module, "_broadcast"] = manager_module._broadcast
     manager_module._broadcast = lambda _: current().secret  # type: ignore[assignment]
+    kept[manager_module, "_model_config"] = manager_module._model_config
+    manager_module._model_config = lambda _: SimpleNamespace(hf_config=None)
     kept[conn, "linear_attn_tp_size"] = conn.linear_attn_tp_size
     conn.linear_attn_tp_size = lambda: current().attn_tp_size
     try:
@@ -80,9 +82,9 @@ def configuration(tp_rank: int, tp_size: int, port: int, secret: str) -> SimpleN
         **dict.fromkeys(("attn_cp_size", "pp_size", "attn_dcp_size", "attn_dp_size", "dp_size", "num_dp_ranks"), 1),
         **dict.fromkeys(("attn_cp_rank", "attn_dcp_rank", "attn_dp_rank"), 0),
         **dict.fromkeys(("enable_kv_cache_sharding", "enable_cp_tp_group_sharing", "enable_trace"), False),
-        enable_dsa_cache_layer_split=False,
+        **dict.fromkeys(("enable_dsa_cache_layer_split", "enable_hisparse", "enable_unified_memory"), False),
         kernel=SimpleNamespace(dsv4_attn_backend="flashmla", enable_deepseek_v4_fp4_indexer=False),
-        features=SimpleNamespace(enable_encoder_swa_bounded_replay=False),
+        features=SimpleNamespace(enable_encoder_swa_bounded_replay=False, enable_memory_saver=False),
         speculative_algorithm=None,
         dist_init_addr=None,
         pp_group=None,

@@ -11,11 +11,14 @@ pytest.importorskip("sglang", reason="SGLang is not installed: python3 dev.py sg
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, KVTransferError
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.environ import envs
 
 from kvflow import blocking
+from kvflow.connector.plugin_settings import RefusedOption
 from kvflow.errors import ConfigError
 from kvflow.sglang.manager import KVFlowManager
 from kvflow.sglang.receiver import KVFlowReceiver
+from kvflow.sglang.server_settings import REFUSED_OPTIONS
 from tests.sglang.sides import PAGE, PAGES, Request, Server, configured, pool_tensors, tensors, use, wait_until
 from tests.sglang.states import StateRequest, StateServer
 
@@ -229,6 +232,38 @@ def test_what_sglang_itself_refuses_of_another_tensor_parallelism(fresh: Site, k
         assert not rank.manager.try_ensure_parallel_info(request.prefill.address)
     assert receiver.poll() == KVPoll.Failed
     assert_fails(receiver, "PeerIncompatible", request.prefill.address, "TP sizes")
+    receiver.clear()
+
+
+def test_state_of_another_dtype_is_refused(fresh: Site) -> None:
+    """`--mamba-ssm-dtype`, which SGLang keeps in this variable: numbers of 16 bits look alike in memory."""
+    with envs.SGLANG_MAMBA_SSM_DTYPE.override("bfloat16"):
+        prefill, _ = fresh.states("gdn")
+    with envs.SGLANG_MAMBA_SSM_DTYPE.override("float16"):
+        decode = StateServer(DisaggregationMode.DECODE, "gdn", 1, prefill.port)
+        fresh.servers.append(decode.open())
+    request = StateRequest(prefill, decode, pages=[3], targets=[5])
+    request.begin()
+    request.send()
+    request.until_receivers(KVPoll.Failed)
+    assert_fails(request.receivers[0], "PeerIncompatible", "bfloat16.float16", "bfloat16.bfloat16")
+    request.until_senders(KVPoll.Failed)
+    request.clear()
+
+
+@pytest.mark.parametrize(("name", "value"), [("page_size", 32), ("kv_cache_dtype_str", "bfloat16")])
+def test_what_sglang_compares_is_refused_before_a_byte_moves(
+    fresh: Site, name: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = fresh.pair()
+    (rank,) = decode.ranks
+    holder = rank.manager if hasattr(rank.manager, name) else rank.manager.kv_args
+    monkeypatch.setattr(holder, name, value)
+    with use(rank):
+        receiver = KVFlowReceiver(rank.manager, prefill.address, 77)
+        assert not rank.manager.try_ensure_parallel_info(prefill.address)
+    assert receiver.poll() == KVPoll.Failed
+    assert_fails(receiver, "PeerIncompatible", prefill.address, str(value))
     receiver.clear()
 
 
@@ -554,23 +589,24 @@ def test_poll_asks_nobody(pair: tuple[Server, Server], monkeypatch: pytest.Monke
     request.clear()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "pp_size",
-        "attn_cp_size",
-        "attn_dcp_size",
-        "enable_kv_cache_sharding",
-        "disaggregation_decode_allocation_policy",
-    ],
-)
-def test_what_is_not_carried_is_refused_at_the_start(
-    pair: tuple[Server, Server], name: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("side", [0, 1], ids=["prefill", "decode"])
+@pytest.mark.parametrize("option", REFUSED_OPTIONS, ids=lambda option: option.option)
+def test_an_option_that_is_refused_is_named_at_the_start(
+    pair: tuple[Server, Server], option: RefusedOption, side: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rank = pair[1].ranks[0]
-    manager = rank.manager
-    monkeypatch.setattr(rank.configuration, name, 2)
-    with use(rank), pytest.raises(ConfigError, match=f"{name.removeprefix('disaggregation_')} is 2"):
+    rank = pair[side].ranks[0]
+    manager, name = rank.manager, option.field.rpartition(".")[2]
+    holder = rank.configuration.features if "features" in option.field else rank.configuration
+    monkeypatch.setattr(holder, name, "on")
+    with use(rank), pytest.raises(ConfigError, match=f"{option.option} is on, supported is {option.off}: "):
+        KVFlowManager(manager.kv_args, manager.disaggregation_mode, manager.server_args, False)
+
+
+def test_a_layout_that_heads_cannot_be_cut_from_is_refused_at_the_start(pair: tuple[Server, Server]) -> None:
+    rank = pair[0].ranks[0]
+    manager, layout = rank.manager, envs.SGLANG_AITER_KV_CACHE_LAYOUT
+    told = f"{layout.name} is vectorized_5d, supported is nhd"
+    with use(rank), layout.override("vectorized_5d"), pytest.raises(ConfigError, match=told):
         KVFlowManager(manager.kv_args, manager.disaggregation_mode, manager.server_args, False)
 
 

@@ -20,11 +20,12 @@ import kvflow.vllm.connector as connector_module
 from kvflow import CacheLayout, Config
 from kvflow.attention_backends import rows_of
 from kvflow.blocking import Runtime
+from kvflow.connector.plugin_settings import RefusedOption
 from kvflow.connector.scheduler import ConnectorScheduler
 from kvflow.connector.worker import ConnectorWorker
 from kvflow.errors import ConfigError, LayoutError
 from kvflow.vllm.connector import KVFlowConnector, KVFlowIntroduction
-from kvflow.vllm.extra_config import REFUSED_OPTIONS, RefusedOption, scheduling_of
+from kvflow.vllm.extra_config import REFUSED_OPTIONS, scheduling_of
 from kvflow.vllm.kv_cache_layout import groups_of
 from kvflow.vllm.named_nixl import NixlConnector
 from tests.vllm.options import HANDLED, INDIFFERENT, REFUSED
@@ -42,7 +43,7 @@ CONFIGS = {
 
 def classified(config: str) -> list[str]:
     """The fields of a config in all tables, as often as they are in one."""
-    refused = [field.partition(".") for option in REFUSED_OPTIONS for field in option.fields]
+    refused = [option.field.partition(".") for option in REFUSED_OPTIONS]
     return [
         *HANDLED.get(config, {}),
         *REFUSED.get(config, {}),
@@ -72,9 +73,9 @@ def test_what_is_handled_or_refused_names_a_test(test: str) -> None:
 @pytest.mark.parametrize("role", KVConnectorRole)
 @pytest.mark.parametrize("connector", [KVFlowConnector, NixlConnector])
 @pytest.mark.parametrize("extra", [{}, {"stock_peers": True}, {"share_prefixes": True}], ids=str)
-@pytest.mark.parametrize("field", [field for option in REFUSED_OPTIONS for field in option.fields])
+@pytest.mark.parametrize("option", REFUSED_OPTIONS, ids=lambda option: option.field)
 def test_an_option_that_is_refused_is_named_at_the_start(
-    field: str,
+    option: RefusedOption,
     extra: dict[str, Any],
     connector: type[KVFlowConnector],
     role: KVConnectorRole,
@@ -83,23 +84,21 @@ def test_an_option_that_is_refused_is_named_at_the_start(
     """In vLLM's scheduler as in its workers, before a request."""
     monkeypatch.setattr(connector_module, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(connector_module, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0))
-    (option,) = (one for one in REFUSED_OPTIONS if field in one.fields)
-    config, _, name = field.partition(".")
+    config, _, name = option.field.partition(".")
     given = vllm_config(**extra)
     given.kv_transfer_config.kv_load_failure_policy = "recompute"
     holder = given.__dict__.setdefault(config, SimpleNamespace())
     on = 2 if name.endswith("_size") else True
     setattr(holder, name, on)
-    with pytest.raises(ConfigError, match=f"^{option.option} is {on}, KVFlowConnector supports {option.off}: "):
+    with pytest.raises(ConfigError, match=f"^KVFlowConnector: {option.option} is {on}, supported is {option.off}: "):
         connector(given, role, cache_of(FullAttentionSpec(**HEADS)))
 
 
-@pytest.mark.parametrize("option", REFUSED_OPTIONS, ids=lambda option: option.option)
-def test_what_is_refused_is_off_by_default(option: RefusedOption) -> None:
+def test_what_is_refused_is_off_by_default() -> None:
     configs = {**CONFIGS, "aux_output_config": AuxOutputConfig}
-    fields = [field.partition(".") for field in option.fields]
-    found = {getattr(configs[config](), name) for config, _, name in fields if config in configs}
-    assert found == {option.off}
+    for option in REFUSED_OPTIONS:
+        config, _, name = option.field.partition(".")
+        assert config not in configs or getattr(configs[config](), name) == option.off
 
 
 def test_a_scheduler_that_knows_only_some_ranks_is_refused() -> None:
