@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar, get_args, 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, StructMeta, ValidationError, convert, defstruct
+from msgspec.msgpack import Decoder
 
 from kvflow.errors import ConfigError, InvalidInput, RequestError
 
@@ -121,7 +122,17 @@ def checked(value: object, what: str, kind: Any, error: ErrorKind = RequestError
 @lru_cache
 def _struct_with(kind: Any) -> Any:
     """Return a msgspec struct type with one field of type `kind`. msgspec caches its analysis of struct types only."""
-    return defstruct("Held", [("value", kind)])
+    return built(defstruct("Held", [("value", kind)]))
+
+
+def built(kind: type[ValueT]) -> type[ValueT]:
+    """Decorate a struct to which values are converted: let msgspec analyse `kind` now, before another thread uses it.
+
+    msgspec analyses a struct at its first use. A process ended in msgspec (0.22.0) while engines on several threads
+    converted their first tickets; so kvflow has every struct analysed, by this or by a decoder, when it is imported.
+    """
+    Decoder(kind)
+    return kind
 
 
 _PLAIN_TYPES = {int, float, bool, str, bytes, tuple, list, dict, NoneType}

@@ -51,6 +51,9 @@ class RecordLine(msgspec.Struct, frozen=True, kw_only=True):
     details: dict[str, str | int | dict[str, int] | list[Moment]]
 
 
+_RECORD_LINE = msgspec.json.Decoder(RecordLine)
+
+
 class BadRecords(InvalidInput):
     """Error: a line of a record file cannot be decoded. The message names the file and the line."""
 
@@ -122,7 +125,7 @@ def read_records(path: Path) -> Iterator[RecordLine]:
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
             try:
-                yield msgspec.json.decode(text, type=RecordLine)
+                yield _RECORD_LINE.decode(text)
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 raise BadRecords(f"{path}, line {number}: {error}") from error
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from kvflow.checks import built
 from kvflow.core.bounds import RequestName, Size
 from kvflow.core.protocol import messages
 from kvflow.prefix.keys import KEY_BYTES
@@ -16,6 +17,7 @@ REQUEST_ID_PREFIX = "kvflow-prefix/"
 """Text with which the request id of each prefix lease begins. No engine's request id begins with this text."""
 
 
+@built
 class SeekRequest(messages.ReaderRequest, frozen=True, kw_only=True, tag="seek"):
     """Message that asks a rank for the longest beginning of a prefix in its cache.
 

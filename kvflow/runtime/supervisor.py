@@ -114,8 +114,8 @@ class Supervisor:
             self.config = replace(self.config, advertise_host=self.host)
         await first.open()
         try:
-            kinds = codec.requests_with(kind for part in self.parts for kind in part.answers)
-            self.listener = await self.side_channel.listen(self._answer, kinds)
+            requests = codec.requests_with(kind for part in self.parts for kind in part.answers)
+            self.listener = await self.side_channel.listen(self._answer, requests)
             if any(isinstance(part, StockPart) for part in self.parts):
                 self.listener.answer_stock = self._answer_stock
         except BaseException:

@@ -23,7 +23,6 @@ from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import aiohttp
-import msgspec
 import torch.distributed
 import zmq
 from sglang.srt.configs.mamba_utils import mamba2_state_dtype
@@ -46,7 +45,7 @@ from kvflow.parts import preload
 from kvflow.sglang.bootstrap import INTRODUCTION
 from kvflow.sglang.hooks import hook_decode, hook_prefill
 from kvflow.sglang.pools import Buffers, aux_buffers, kv_buffers, state_buffers, transferred_items
-from kvflow.sglang.rooms import MESSAGE_FRAME, Answer, Room, RoomMessage, RoomRequest, Rooms
+from kvflow.sglang.rooms import MESSAGE_FRAME, Answer, Room, RoomMessage, RoomRequest, Rooms, decode_room_message
 from kvflow.sglang.server_settings import REFUSED_OPTIONS, config_of
 
 logger = logger_of(__name__)
@@ -333,7 +332,7 @@ class KVFlowManager(CommonKVManager):
                 return
             try:
                 if frames[0] == MESSAGE_FRAME:
-                    self._handle_message(msgspec.json.decode(frames[1], type=RoomMessage))
+                    self._handle_message(decode_room_message(frames[1]))
             except Exception:
                 logger.exception("a message of a decode server was dropped")
 

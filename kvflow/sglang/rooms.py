@@ -83,6 +83,9 @@ class RoomMessage(msgspec.Struct, frozen=True):
         return [MESSAGE_FRAME, msgspec.json.encode(self)]
 
 
+decode_room_message = msgspec.json.Decoder(RoomMessage).decode
+
+
 @dataclass(slots=True, eq=False)
 class RoomRequest:
     """One request of a decode server, with the decode ranks' messages about the request so far."""

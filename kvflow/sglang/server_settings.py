@@ -42,6 +42,7 @@ _RANKS = ("tp_rank", "tp_size", "dp_rank", "pp_rank", "pp_size")
 _SETTINGS = PluginSettings(
     where=SETTINGS, engine="SGLang", from_engine=("engine_id", "model", *_RANKS, "num_kv_heads", "role")
 )
+_SETTINGS_JSON = msgspec.json.Decoder(dict[str, Any])
 
 
 def config_of(values: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Config:
@@ -52,7 +53,7 @@ def config_of(values: Mapping[str, Any], environment: Mapping[str, str] = os.env
     """
     text = environment.get(SETTINGS, "").strip() or "{}"
     try:
-        given = msgspec.json.decode(text, type=dict[str, Any])
+        given = _SETTINGS_JSON.decode(text)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise ConfigError(
             f"{SETTINGS}: expected a JSON object of settings ({error}), got {short_repr(text)}"

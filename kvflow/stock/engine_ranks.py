@@ -15,7 +15,7 @@ from kvflow import checks
 from kvflow.checks import counted
 from kvflow.config import RANKS_MAX
 from kvflow.errors import RequestError, UsageError
-from kvflow.stock.wire import METADATA_BYTES_MAX, StockMetadata
+from kvflow.stock.wire import METADATA, METADATA_BYTES_MAX
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
@@ -31,6 +31,9 @@ class _Card(msgspec.Struct, frozen=True, kw_only=True):
     tp_size: int
     metadata: bytes
     """The rank's StockMetadata, encoded as stock readers expect it."""
+
+
+_CARD = msgspec.msgpack.Decoder(_Card)
 
 
 class EngineRanks:
@@ -122,21 +125,21 @@ class EngineRanks:
 def _decode_card(card: bytes) -> _Card:
     if type(card) is not bytes or len(card) > METADATA_BYTES_MAX:
         raise RequestError(f"stock ranks: expected the card of a rank, got {checks.short_repr(card)}")
-    return _decoded(card, _Card)
+    return _decoded(card, _CARD)
 
 
 def _check_equal_fields(cards: Sequence[_Card]) -> None:
     """Raise RequestError if the ranks of `cards` differ in a field in `_EQUAL_FIELDS`."""
-    shown = [_decoded(card.metadata, StockMetadata) for card in cards]
+    shown = [_decoded(card.metadata, METADATA) for card in cards]
     for name in _EQUAL_FIELDS:
         values = {repr(getattr(one, name)) for one in shown}
         if len(values) > 1:
             raise RequestError(f"stock ranks: {name} of the ranks differ: {', '.join(sorted(values))[:400]}")
 
 
-def _decoded(data: bytes, kind: type[StructT]) -> StructT:
+def _decoded(data: bytes, decoder: msgspec.msgpack.Decoder[StructT]) -> StructT:
     try:
-        return msgspec.msgpack.decode(data, type=kind)
+        return decoder.decode(data)
     except msgspec.MsgspecError as error:
         raise RequestError(
             f"stock ranks: expected a card, got {counted(len(data), 'byte')}: {str(error)[:200]}"

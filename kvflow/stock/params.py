@@ -26,6 +26,7 @@ from kvflow.stock.versions import LINES, line_of, line_of_params
 _Block: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
+@checks.built
 class StockTicket(Ticket, frozen=True, kw_only=True, dict=True):
     """A stock producer's offer of a prompt's blocks, made from its `kv_transfer_params`. It names no seals.
 
@@ -62,6 +63,7 @@ class StockTicket(Ticket, frozen=True, kw_only=True, dict=True):
         return dict(self.params)
 
 
+@checks.built
 class _Params(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of a stock producer's `kv_transfer_params` that kvflow uses, with valid types and ranges."""
 

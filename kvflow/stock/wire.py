@@ -7,7 +7,7 @@ are decoded strictly and with limits.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -34,6 +34,8 @@ Number = Annotated[int, Meta(ge=-1, lt=1 << 31)]
 Name = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
 Ranks = Annotated[int, Meta(ge=1, le=RANKS_MAX)]
 _Many = Meta(max_length=REGIONS_MAX)
+
+DecodedT = TypeVar("DecodedT")
 
 
 class StockMetadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,13 +85,16 @@ class StockAnswer(NamedTuple):
     """Names of all fields in the encoded metadata, even those that kvflow does not know."""
 
 
-_OneName = Annotated[list[Name], Meta(max_length=1)]
-_Fields = Annotated[dict[str, msgspec.Raw], Meta(max_length=_FIELDS_MAX)]
-
-
 class _Payload(msgspec.Struct, frozen=True, kw_only=True):
     compatibility_hash: Annotated[str, Meta(max_length=256)]
     agent_metadata_bytes: bytes
+
+
+_QUESTION = msgspec.msgpack.Decoder(tuple[bytes, Count, Count])
+_PAYLOAD, _CLOCK = msgspec.msgpack.Decoder(_Payload), msgspec.msgpack.Decoder(float)
+METADATA = msgspec.msgpack.Decoder(StockMetadata)
+_FIELDS = msgspec.msgpack.Decoder(Annotated[dict[str, msgspec.Raw], Meta(max_length=_FIELDS_MAX)])
+_ONE_NAME = msgspec.msgpack.Decoder(Annotated[list[Name], Meta(max_length=1)])
 
 
 def encode_question(pp_rank: int, tp_rank: int) -> bytes:
@@ -106,7 +111,7 @@ def decode_question(frame: bytes) -> tuple[int, int]:
     """Return the pp_rank and tp_rank that a stock reader asks about. WireError if `frame` is no such question."""
     if len(frame) > QUESTION_BYTES_MAX:
         raise WireError(f"a question of {counted(len(frame), 'byte')}, at most {QUESTION_BYTES_MAX}")
-    asked, pp_rank, tp_rank = _decode(frame, tuple[bytes, Count, Count], "a question")
+    asked, pp_rank, tp_rank = _decode(frame, _QUESTION, "a question")
     if asked != _QUESTION_NAME:
         raise WireError(f"a question for {asked[:40]!r}")
     return pp_rank, tp_rank
@@ -133,14 +138,14 @@ def decode_answer(frames: list[bytes], bytes_max: int = METADATA_BYTES_MAX) -> S
     if len(frames[0]) > bytes_max or len(frames[1]) > QUESTION_BYTES_MAX:
         sizes = f"{len(frames[0])} and {counted(len(frames[1]), 'byte')}"
         raise WireError(f"an answer of {sizes}, at most {bytes_max} and {QUESTION_BYTES_MAX}")
-    payload = _decode(frames[0], _Payload, "the answer")
-    clock_s = _decode(frames[1], float, "its clock")
+    payload = _decode(frames[0], _PAYLOAD, "the answer")
+    clock_s = _decode(frames[1], _CLOCK, "its clock")
     if not HASH.fullmatch(payload.compatibility_hash):
         raise WireError(f"compatibility hash {payload.compatibility_hash[:80]!a} is not 64 hexadecimal digits")
     if not math.isfinite(clock_s):
         raise WireError(f"its clock is {clock_s}, expected a finite number")
-    fields = _decode(payload.agent_metadata_bytes, _Fields, "its metadata")
-    metadata = _decode(payload.agent_metadata_bytes, StockMetadata, "its metadata")
+    fields = _decode(payload.agent_metadata_bytes, _FIELDS, "its metadata")
+    metadata = _decode(payload.agent_metadata_bytes, METADATA, "its metadata")
     _check(metadata)
     return StockAnswer(payload.compatibility_hash, metadata, frozenset(fields))
 
@@ -191,14 +196,14 @@ def _check(metadata: StockMetadata) -> None:
 def _has_one_name(names: msgspec.Raw) -> bool:
     """Return True if `names` is an encoded list of at most one name."""
     try:
-        msgspec.msgpack.decode(names, type=_OneName)
+        _ONE_NAME.decode(names)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False
     return True
 
 
-def _decode(data: bytes, kind: Any, what: str) -> Any:
+def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[DecodedT], what: str) -> DecodedT:
     try:
-        return msgspec.msgpack.decode(data, type=kind)
+        return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"{what}, {counted(len(data), 'byte')}, does not decode: {str(error)[:200]}") from error

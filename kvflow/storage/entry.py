@@ -61,6 +61,9 @@ class EntryHeader(msgspec.Struct, frozen=True, kw_only=True):
         return self.data_start + self.data_bytes
 
 
+_HEADER = msgspec.msgpack.Decoder(EntryHeader)
+
+
 def fingerprint_of(facts: Sequence[object]) -> bytes:
     """Return a SHA-256 hash of `facts`, which describe the layout of a KV cache. Equal `repr`s give equal hashes."""
     return hashlib.sha256(repr((VERSION, *facts)).encode(), usedforsecurity=False).digest()
@@ -125,7 +128,7 @@ def decode_header(start: bytes, file_bytes: int) -> EntryHeader:
     if zlib.crc32(body) != expected:
         raise NotAnEntry("its header is damaged")
     try:
-        header = msgspec.msgpack.decode(body, type=EntryHeader)
+        header = _HEADER.decode(body)
     except msgspec.MsgspecError as error:
         raise NotAnEntry(f"its header cannot be read: {error}") from error
     if end + header.data_bytes != file_bytes:

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable
 from contextvars import copy_context
 from functools import partial
-from typing import Any
 
 from kvflow.config import Config
 from kvflow.core.protocol import codec, messages
@@ -42,10 +41,12 @@ class Exchange:
         self._ports = itertools.count(20000)
         """Port numbers for listeners with port 0 in their config."""
 
-    def listen(self, config: Config, answer: Answer, request_types: Any = messages.CoreRequest) -> InprocListener:
+    def listen(
+        self, config: Config, answer: Answer, requests: codec.RequestDecoder = codec.CORE_REQUESTS
+    ) -> InprocListener:
         """Create a listener at the address that `config` names. Raise ConfigError if the address is in use.
 
-        `answer`: function that answers a request. `request_types`: message types that the listener decodes.
+        `answer`: function that answers a request. `requests`: decoder of the requests that the listener answers.
         """
         host = host_of(config)
         free = (port for port in self._ports if address_at(host, port) not in self.listeners)
@@ -53,14 +54,16 @@ class Exchange:
         address = address_at(host, port)
         if address in self.listeners:
             raise ConfigError(f"listen: cannot bind {address}: it is in use")
-        self.listeners[address] = listener = InprocListener(self, address, port, answer, request_types)
+        self.listeners[address] = listener = InprocListener(self, address, port, answer, requests)
         return listener
 
 
 class InprocListener:
     """Implementation of `runtime.channel.protocol.Listener` without a socket. Requests wait in a queue for `serve`."""
 
-    def __init__(self, exchange: Exchange, address: str, port: int, answer: Answer, request_types: Any) -> None:
+    def __init__(
+        self, exchange: Exchange, address: str, port: int, answer: Answer, requests: codec.RequestDecoder
+    ) -> None:
         self.port = port
         self.answer_stock: AnswerStock | None = None
         self.context = copy_context()
@@ -69,7 +72,7 @@ class InprocListener:
         self._exchange = exchange
         self._address = address
         self._answer = answer
-        self._request_types = request_types
+        self._requests = requests
         self._inbox: asyncio.Queue[tuple[Frames, Reply]] = asyncio.Queue()
         self._counts = dict.fromkeys(("answered", "refused", "dropped"), 0)
 
@@ -88,7 +91,7 @@ class InprocListener:
                 header_frame, body_frame = frames
                 header, request = (
                     codec.decode_header(header_frame),
-                    codec.decode_request(body_frame, self._request_types),
+                    codec.decode_request(body_frame, self._requests),
                 )
             except codec.UnknownRequest as error:
                 self._send(reply, refusal(str(error)))
@@ -133,8 +136,8 @@ class InprocSideChannel:
         self._config = config
         self._send = send or self._send_at_once
 
-    async def listen(self, answer: Answer, request_types: Any = messages.CoreRequest) -> InprocListener:
-        return self._exchange.listen(self._config, answer, request_types)
+    async def listen(self, answer: Answer, requests: codec.RequestDecoder = codec.CORE_REQUESTS) -> InprocListener:
+        return self._exchange.listen(self._config, answer, requests)
 
     def abandon(self) -> None:
         pass

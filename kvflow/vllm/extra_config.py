@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from vllm.platforms import current_platform
 
-from kvflow.checks import Seconds, Size
+from kvflow.checks import Seconds, Size, built
 from kvflow.config import Config
 from kvflow.connector.plugin_settings import PluginSettings, RefusedOption, refuse_options
 from kvflow.connector.scheduler import SchedulingConfig
@@ -64,6 +64,7 @@ class EventsExtra(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     topic: str = ""
 
 
+@built
 class Extra(msgspec.Struct, frozen=True, kw_only=True):
     """The keys of `kv_connector_extra_config` that are not fields of kvflow.Config; see docs/vllm.md."""
 

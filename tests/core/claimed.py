@@ -30,7 +30,7 @@ StructT = TypeVar("StructT", bound=msgspec.Struct)
 def sent(value: StructT) -> StructT:
     """A struct as it arrives: within the bounds of its type, or refused."""
     try:
-        found: StructT = codec._decode(codec.encode(value), type(value))
+        found: StructT = codec._decode(codec.encode(value), msgspec.msgpack.Decoder(type(value)))
     except OverflowError as error:
         raise codec.WireError(f"out of range: {error}") from error
     return found

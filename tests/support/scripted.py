@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from kvflow import Config
 from kvflow.core.protocol import codec, messages
@@ -37,8 +36,8 @@ class ScriptedSideChannel:
         self._real = self.beneath(config)
         return self
 
-    async def listen(self, answer: Answer, request_types: Any = messages.CoreRequest) -> Listener:
-        return await self._real.listen(answer, request_types)
+    async def listen(self, answer: Answer, requests: codec.RequestDecoder = codec.CORE_REQUESTS) -> Listener:
+        return await self._real.listen(answer, requests)
 
     async def ask(
         self, request: messages.Request, *, fingerprint: bytes, timeout_s: float | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, Union, get_args
+from typing import TypeAlias, TypeVar, Union, get_args
 
 import msgspec
 
@@ -23,6 +23,9 @@ PROTOCOL_VERSION = 6
 MAGIC = "kvflow"
 _ERROR_CHARS_MAX = 300
 _KIND_CHARS_MAX = 40
+
+MessageT = TypeVar("MessageT")
+RequestDecoder: TypeAlias = "msgspec.msgpack.Decoder[Request]"
 
 
 class WireError(Exception):
@@ -53,6 +56,9 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
 
 
 encode = msgspec.msgpack.Encoder().encode
+_HEADER = msgspec.msgpack.Decoder(Header)
+_REPLY: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_NOTIFICATION: msgspec.msgpack.Decoder[Notification] = msgspec.msgpack.Decoder(Notification)
 
 
 def encode_frames(header: Header, body: Request | Reply) -> list[bytes]:
@@ -68,46 +74,46 @@ def decode_header(frame: bytes) -> Header:
 
     WireError if `frame` is not a kvflow header. The caller checks the protocol version.
     """
-    header: Header = _decode(frame, Header)
+    header = _decode(frame, _HEADER)
     if header.magic != MAGIC:
         raise WireError(f"not a kvflow header: magic {header.magic[:16]!r}")
     return header
 
 
-def requests_with(more: Iterable[type[ReaderRequest]]) -> Any:
-    """Return the union of the request types that a rank decodes: those of the core, and `more`, those of its parts."""
-    return Union[(CoreRequest, *more)]
+def requests_with(more: Iterable[type[ReaderRequest]]) -> RequestDecoder:
+    """Return a decoder of the requests that a rank accepts: those of the core, and `more`, those of its parts."""
+    return msgspec.msgpack.Decoder(Union[(CoreRequest, *more)])
 
 
-def decode_request(frame: bytes, kinds: Any = CoreRequest) -> Request:
-    """Decode a request. `kinds`: union of the accepted request types, from `requests_with`.
+CORE_REQUESTS = requests_with(())
+
+
+def decode_request(frame: bytes, decoder: RequestDecoder = CORE_REQUESTS) -> Request:
+    """Decode a request. `decoder`: of the accepted requests, from `requests_with`.
 
     UnknownRequest if the request has another type; WireError if it is invalid.
     """
     try:
-        message: Request = _decode(frame, kinds)
+        return _decode(frame, decoder)
     except WireError as error:
         raw = try_call(partial(msgspec.msgpack.decode, frame))
         tag = raw.get("type") if isinstance(raw, dict) else None
-        if not isinstance(tag, str) or tag in {kind.__struct_config__.tag for kind in get_args(kinds)}:
+        if not isinstance(tag, str) or tag in {kind.__struct_config__.tag for kind in get_args(decoder.type)}:
             raise
         raise UnknownRequest(f"nothing here answers a question of kind {printable(tag, _KIND_CHARS_MAX)!r}") from error
-    return message
 
 
 def decode_reply(frame: bytes) -> Reply:
-    message: Reply = _decode(frame, Reply)
-    return message
+    return _decode(frame, _REPLY)
 
 
 def decode_notification(payload: bytes) -> Notification:
-    message: Notification = _decode(payload, Notification)
-    return message
+    return _decode(payload, _NOTIFICATION)
 
 
-def _decode(data: bytes, kind: Any) -> Any:
+def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[MessageT]) -> MessageT:
     try:
-        return msgspec.msgpack.decode(data, type=kind)
+        return decoder.decode(data)
     except InvalidInput as error:  # raised by a struct that checks its own values
         raise _undecoded(data, str(error)) from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -45,6 +45,7 @@ class CheckedStructMeta(msgspec.StructMeta):
         return _convert(given, self)
 
 
+@checks.built
 class RankLease(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=True, omit_defaults=True):
     """The lease of one rank, and the address of the rank's side channel."""
 

@@ -76,6 +76,7 @@ _LEASE_FIELDS_OF = operator.attrgetter(
 )
 
 
+@checks.built
 class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=True, omit_defaults=True, dict=True):
     """The offer of one request's blocks, with everything that a reader needs to load them.
 

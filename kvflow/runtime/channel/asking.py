@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -64,9 +64,9 @@ class ZmqSideChannel:
         self._lookups = Lookups()
         self._connections = Connections(config.limits)
 
-    async def listen(self, answer: Answer, request_types: Any = messages.CoreRequest) -> ZmqListener:
+    async def listen(self, answer: Answer, requests: codec.RequestDecoder = codec.CORE_REQUESTS) -> ZmqListener:
         host, keyring = await self._own_host(), await self._get_keyring()
-        return ZmqListener(self._config, host, keyring, answer, self._now_s, request_types)
+        return ZmqListener(self._config, host, keyring, answer, self._now_s, requests)
 
     async def ask(
         self, request: messages.Request, *, fingerprint: bytes, timeout_s: float | None = None

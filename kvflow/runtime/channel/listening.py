@@ -23,7 +23,7 @@ import errno
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import zmq
 import zmq.asyncio
@@ -76,13 +76,13 @@ class ZmqListener:
         keyring: Keyring | None,
         answer: Answer,
         now_s: Callable[[], float],
-        request_types: Any,
+        requests: codec.RequestDecoder,
     ) -> None:
         self._config = config
         self._host = host
         self._keyring = keyring
         self._answer = answer
-        self._request_types = request_types
+        self._requests = requests
         self._now_s = now_s
         per_s = config.limits.side_channel_requests_per_s_max
         self._answer_bytes_max = answer_bytes_max(config.limits)
@@ -274,7 +274,7 @@ class ZmqListener:
             if header.version != codec.PROTOCOL_VERSION:
                 ours = codec.PROTOCOL_VERSION
                 raise codec.WireError(f"kvflow protocol version: ours {ours}, theirs {header.version}")
-            request = codec.decode_request(body_frame, self._request_types)
+            request = codec.decode_request(body_frame, self._requests)
             claimed = messages.claimed_engine_id(request)
             if engine not in (None, claimed):
                 why = f"the request names engine {claimed[:300]!r}, its CURVE key belongs to {engine!r}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from kvflow.checks import printable
 from kvflow.core.bounds import REASON_CHARS_MAX
@@ -82,10 +82,10 @@ class Listener(Protocol):
 class SideChannel(Protocol):
     """The channel over which a rank asks peers questions and answers questions from peers."""
 
-    async def listen(self, answer: Answer, request_types: Any = messages.CoreRequest) -> Listener:
+    async def listen(self, answer: Answer, requests: codec.RequestDecoder = codec.CORE_REQUESTS) -> Listener:
         """Bind this rank's address and return the listener, which calls `answer` with each request.
 
-        `request_types`: union of request types that the listener decodes (`codec.requests_with`). ConfigError if the
+        `requests`: decoder of the requests that the listener answers (`codec.requests_with`). ConfigError if the
         address cannot be bound, or the CURVE keys cannot be read.
         """
 
