@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 from toy_engine import Engine
 
 from kvflow import Lease, Load, LoadRequest
+from kvflow.errors import DeadlineExceeded
 from kvflow.testing import (
     BlockWatch,
     InprocCluster,
@@ -89,10 +92,17 @@ async def blocks_are_loaded(prefill: Engine, decode: Engine) -> None:
         assert_blocks_equal(pattern(decode), [0, 1], pattern(prefill), [0, 1], num_tokens=len(PROMPT))
 
 
-def cancelled_anywhere(kind: type[Engine]) -> int:
+CLUSTERS: dict[str, Callable[[], InprocCluster]] = {
+    "as it comes": InprocCluster,
+    "of a seed": partial(InprocCluster, seed=1),
+    "reads longer than cancel_grace_s": partial(InprocCluster, seed=1, conditions=NetworkConditions(read_s=5.0)),
+}
+
+
+def cancelled_anywhere(kind: type[Engine], cluster_kind: str = "as it comes") -> int:
     @asynccontextmanager
     async def scenario() -> AsyncIterator[Coroutine[Any, Any, object]]:
-        cluster = InprocCluster(seed=1, conditions=NetworkConditions(read_s=5.0))  # longer than cancel_grace_s
+        cluster = CLUSTERS[cluster_kind]()
         prefill, decode = Engine("prefill", world=cluster.world()), kind("decode", world=cluster.world())
         with blocks_watched(prefill), blocks_watched(decode):
             async with prefill, decode:
@@ -141,7 +151,7 @@ def test_a_planted_bug_is_found(test: Test, prefill: type[Engine], decode: type[
 
 
 def test_a_release_that_is_forgotten_is_found_wherever_the_engine_is_cancelled() -> None:
-    assert cancelled_anywhere(Engine) > 10
+    assert cancelled_anywhere(Engine) > 5
     message = r"engine 'decode' .*: block 0 was taken at .*toy_engine\.py:\d+ \(decode\) and never freed, as 1 other"
     with pytest.raises(AssertionError, match=message) as caught:
         cancelled_anywhere(ForgetsARelease)
@@ -149,9 +159,36 @@ def test_a_release_that_is_forgotten_is_found_wherever_the_engine_is_cancelled()
     assert re.search(r"cancelled at moment 1 of \d+: .*toy_engine\.py:\d+ \(decode\)", note)
 
 
-def test_blocks_that_are_freed_in_quarantine_are_found_wherever_the_engine_is_cancelled() -> None:
-    with pytest.raises(AssertionError, match=r"engine 'decode' .*: block 0 was freed at .* while it is quarantined"):
-        cancelled_anywhere(FreesUnsettled)
+QUARANTINED = r"engine 'decode' .*: block 0 was freed at .* while it is quarantined"
+
+
+@pytest.mark.parametrize("cluster_kind", CLUSTERS)
+def test_blocks_that_are_freed_in_quarantine_are_found_wherever_the_engine_is_cancelled(cluster_kind: str) -> None:
+    """On a fast network, too, where every read ends before the cancelled load does."""
+    assert cancelled_anywhere(Engine, cluster_kind) > 5
+    with pytest.raises(AssertionError, match=QUARANTINED):
+        cancelled_anywhere(FreesUnsettled, cluster_kind)
+
+
+class IgnoresFailures(FreesUnsettled):
+    """It gives its load less time than the network takes."""
+
+    async def decode(self, request_id: str, ticket: Mapping[str, Any], num_tokens: int) -> list[int]:
+        start_load = self.runtime.start_load
+        with mock.patch.object(self.runtime, "start_load", lambda given: start_load(replace(given, deadline_s=1.0))):
+            return await super().decode(request_id, ticket, num_tokens)
+
+
+def test_blocks_that_are_freed_in_quarantine_are_found_when_a_load_fails() -> None:
+    async def run() -> None:
+        cluster = InprocCluster(seed=1, conditions=NetworkConditions(read_s=1.2))  # ends within cancel_grace_s
+        await blocks_come_back(
+            Engine("prefill", world=cluster.world()), IgnoresFailures("decode", world=cluster.world())
+        )
+
+    with pytest.raises(AssertionError, match=QUARANTINED) as caught:
+        run_virtual(run())
+    assert isinstance(caught.value.__cause__, DeadlineExceeded)
 
 
 def test_a_coroutine_that_never_ends_is_given_up() -> None:
