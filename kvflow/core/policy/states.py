@@ -70,10 +70,15 @@ class LeaseState(enum.StrEnum):
     """The state of a lease: whether the producer still promises to keep the blocks, or how the lease has ended."""
 
     OFFERED = "offered"
-    READ = "read"  # every reader has read
+    """The lease is open. Every other state is an outcome."""
+    READ = "read"
+    """Every reader has read."""
     EXPIRED = "expired"
-    REVOKED = "revoked"  # withdrawn by its owner, or by the closing runtime
-    FAILED = "failed"  # the prompt will not be computed
+    """`ttl_s` has passed without a renewal."""
+    REVOKED = "revoked"
+    """Withdrawn by its owner, or by the runtime that closes."""
+    FAILED = "failed"
+    """The prompt will not be computed."""
 
 
 LeaseEvent: TypeAlias = Literal["all_read", "expire", "revoke", "fail"]
