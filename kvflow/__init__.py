@@ -11,6 +11,7 @@ from kvflow.core.cache.layout import CacheLayout, KVStyle
 from kvflow.core.cache.state import Segment, StateLayout, StateTensor
 from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.events import DeviceEvent
+from kvflow.core.policy.states import LeaseState
 from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.limits import Limits
@@ -21,6 +22,7 @@ from kvflow.runtime.producer.lease import Lease, LeaseOutcome, ServeRequest
 from kvflow.runtime.records import Attempt, LeaseRecord, LoadRecord, Observer
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.statistics import RuntimeState, RuntimeStatistics
+from kvflow.secret_ids import secret_id
 
 __version__ = "0.1.0"
 __public_modules__ = (
@@ -53,6 +55,7 @@ __all__ = [
     "Lease",
     "LeaseOutcome",
     "LeaseRecord",
+    "LeaseState",
     "Limits",
     "Load",
     "LoadRecord",
@@ -72,4 +75,5 @@ __all__ = [
     "Ticket",
     "errors",
     "merge_tickets",
+    "secret_id",
 ]

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from msgspec import Meta, StructMeta, ValidationError, convert, defstruct
 from msgspec.msgpack import Decoder
 
-from kvflow.errors import ConfigError, InvalidInput, RequestError
+from kvflow.errors import ConfigError, InvalidInput, RequestError, without_secrets
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -40,6 +40,7 @@ Check: TypeAlias = Callable[[object, str], object]
 type. The function raises an error if the value is invalid.
 """
 ValueT = TypeVar("ValueT")
+ClassT = TypeVar("ClassT", bound=type)
 
 INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
 SECONDS_MAX = 1e9
@@ -51,7 +52,13 @@ _ERROR_TEXT_CHARS_MAX = 400
 _KNOWN_NAMES_MAX = 12  # known names in an error about an unknown name that is close to none
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")  # step of a path in msgspec's messages, such as `$.ranks[0].port`
 
-_SHORT = reprlib.Repr()
+
+class _ShortRepr(reprlib.Repr):
+    def repr_str(self, value: str, level: int) -> str:
+        return super().repr_str(without_secrets(value), level)  # before a cut could separate a secret from its mark
+
+
+_SHORT = _ShortRepr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = _REPR_CHARS_MAX
 _SHORT.maxlevel = 3
 
@@ -65,17 +72,30 @@ def try_call(call: Callable[[], ValueT]) -> ValueT | None:
 
 
 def short_repr(value: object) -> str:
-    """Return a short text that shows `value` in a message, even if the `repr` of the value is huge or raises."""
+    """Return a short text that shows `value` in a message, even if the `repr` of the value is huge or raises.
+
+    The text has no secrets (`errors.without_secrets`).
+    """
     text = try_call(lambda: _SHORT.repr(value))
     if text is None:
         return f"a {type(value).__name__[:_REPR_CHARS_MAX]}"
-    line = text.replace("\n", " ")
+    line = without_secrets(text.replace("\n", " "))
     return line if len(line) <= _REPR_CHARS_MAX else line[: _REPR_CHARS_MAX - 3] + "..."
 
 
+def hides_secrets(kind: ClassT) -> ClassT:
+    """Decorate class `kind`: its `repr` shows no secrets (`errors.without_secrets`)."""
+    whole: Any = kind.__repr__
+    setattr(kind, "__repr__", lambda self: without_secrets(whole(self)))  # noqa: B010 - no assignment, for mypy
+    return kind
+
+
 def printable(text: str, chars_max: int) -> str:
-    """Return text from outside as one printable line of at most about `chars_max` characters, for messages and logs."""
-    cut = text[: chars_max + 1]
+    """Return text from outside as one printable line of at most about `chars_max` characters, for messages and logs.
+
+    The line has no secrets (`errors.without_secrets`).
+    """
+    cut = without_secrets(text)[: chars_max + 1]
     plain = cut if cut.isprintable() else ascii(cut)[1:-1]
     return plain if len(plain) <= chars_max else f"{plain[:chars_max]}..."
 

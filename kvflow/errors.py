@@ -46,6 +46,7 @@ pickled with their attributes; `quarantine` becomes a `QuarantineNotice`. A copy
 from __future__ import annotations
 
 import enum
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
@@ -54,17 +55,28 @@ ErrorT = TypeVar("ErrorT", bound="KVFlowError")
 ERROR_CHARS_MAX = 2000
 """Maximum number of characters of an error message, which may contain text from peers, tickets and packages."""
 _END_CHARS, _NOTE_CHARS = 500, 500
+_SECRET = re.compile(r"(#|lease_id\W{1,6})[0-9a-f]{16,}|(~kvflow~)[\w=-]+")
 COMPUTE = "compute"
 """Phase (`DeadlineExceeded.phase`) in which a load waits for its producer to compute the prompt."""
 TOKENS = ("tokens",)
 """Value of `PromptMismatch.parts` if the prompts have different tokens."""
 
 
+def without_secrets(text: str) -> str:
+    """Return `text` with "..." in place of each secret.
+
+    Secrets are the end of a secret request id (`kvflow.secret_id`), a lease id after its field's name, and the copy of
+    a ticket in a request id (`core.protocol.spare`).
+    """
+    return _SECRET.sub(r"\1\2...", text)
+
+
 def shortened(text: str, chars_max: int = ERROR_CHARS_MAX) -> str:
-    """Return `text`, without its middle if it is longer than `chars_max` characters.
+    """Return `text` without secrets, and without its middle if it is longer than `chars_max` characters.
 
     A message begins with the request and ends with the remedy, so both are kept.
     """
+    text = without_secrets(text)
     if len(text) <= chars_max:
         return text
     end = min(_END_CHARS, chars_max // 4)
@@ -123,6 +135,9 @@ class QuarantineNotice:
     request_id: str
     block_ids: tuple[int, ...]
     safe: bool
+
+    def __repr__(self) -> str:
+        return f"<QuarantineNotice {without_secrets(self.request_id)} {'safe' if self.safe else 'quarantined'}>"
 
     async def settled(self) -> None:
         """Raise UsageError: only the process that owns the blocks can wait for them."""

@@ -62,7 +62,7 @@ class PrefillWorker:
                 start = await self._neighbours.pull(request, block_ids, blocks)
             lease = self._runtime.serve_blocks(
                 kvflow.ServeRequest(
-                    request.request_id,
+                    kvflow.secret_id(request.request_id),  # also the client knows the request's own id
                     block_ids=self._groups.tables(block_ids, len(request.prompt)),
                     num_tokens=len(request.prompt),
                     ttl_s=request.deadline_s,
@@ -73,7 +73,8 @@ class PrefillWorker:
             name = f"prompt {request.request_id}"
             compute_task = asyncio.create_task(self._compute(request, lease, block_ids, start), name=name)
             keep_task = self._start_task(
-                self._keep_blocks(lease, compute_task, blocks.pop_all()), f"lease {request.request_id}"
+                self._keep_blocks(request.request_id, lease, compute_task, blocks.pop_all()),
+                f"lease {request.request_id}",
             )
         self._offers[request.request_id] = Offer(lease, compute_task, keep_task)
         return lease
@@ -94,7 +95,9 @@ class PrefillWorker:
             self._neighbours.add(request.prompt, block_ids)
         return token
 
-    async def _keep_blocks(self, lease: kvflow.Lease, compute_task: asyncio.Task[int], blocks: AsyncExitStack) -> None:
+    async def _keep_blocks(
+        self, request_id: str, lease: kvflow.Lease, compute_task: asyncio.Task[int], blocks: AsyncExitStack
+    ) -> None:
         """Keep the blocks reserved until the lease has ended and no step of the engine writes to them."""
         async with blocks:
             try:
@@ -104,11 +107,11 @@ class PrefillWorker:
                 compute_task.cancel()
                 await asyncio.wait([compute_task])
                 await lease
-                offer = self._offers.get(lease.request_id)
+                offer = self._offers.get(request_id)
                 if offer is not None and offer.lease is lease:  # otherwise a later request has reused the id
-                    del self._offers[lease.request_id]
+                    del self._offers[request_id]
         if not compute_task.cancelled() and compute_task.exception() is not None:
-            logger.error("%s was not computed", lease.request_id, exc_info=compute_task.exception())
+            logger.error("%s was not computed", request_id, exc_info=compute_task.exception())
 
     async def wait_computed(self, request_id: str) -> int:
         """Wait until the prompt of an open lease is computed, and return its first token.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable
 from contextlib import aclosing
 from typing import TypeVar
@@ -52,7 +51,7 @@ async def answer(
     avoid: set[Hashable] = set()
     for number in range(1, ATTEMPTS_MAX + 1):
         # Each attempt has its own request id, because blocks of an earlier attempt may still be on offer.
-        this = renamed(request, f"{request.request_id}-{number}-{secrets.token_hex(16)}", deadline)
+        this = renamed(request, f"{request.request_id}-{number}", deadline)
         async with aclosing(attempt(this, avoid)) as steps:
             try:
                 step = await await_before(deadline, anext(steps))

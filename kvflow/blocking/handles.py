@@ -118,6 +118,7 @@ class Lease:
         return self
 
 
+@checks.hides_secrets
 class Load:
     """A load of a blocking runtime, for use on any thread. Its methods do what those of `kvflow.Load` do.
 

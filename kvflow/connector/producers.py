@@ -33,6 +33,7 @@ from kvflow.core.policy.states import (
 from kvflow.core.protocol.prompts import marks_of, prompt_digest
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.logs import logger_of
+from kvflow.secret_ids import with_secret
 
 logger = logger_of(__name__)
 
@@ -305,7 +306,7 @@ class ProducingRequests:
         prompt = request.prompt[:tokens] if flows and request.prompt is not None else None
         save = request.saved = Save(
             request_id=request.request_id,
-            serve_id=name or f"{self._dialect.shown_id(runtime_id_of(request.request_id))}#{self._new_secret()}",
+            serve_id=name or with_secret(self._dialect.shown_id(runtime_id_of(request.request_id)), self._new_secret()),
             block_tables=self._groups.prompt_blocks(block_ids, tokens, complete=computed == tokens),
             num_tokens=tokens,
             ttl_s=self._config.lease_ttl_s,

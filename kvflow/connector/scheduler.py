@@ -50,7 +50,7 @@ class ConnectorScheduler:
 
     Args:
         config: settings of the scheduler's half.
-        new_secret: function that returns a new unguessable text at each call.
+        new_secret: function that returns 16 or more unguessable hexadecimal digits at each call.
         dialect: how to read tickets from `kv_transfer_params`, and how to write them.
         questions: decides which peers are asked for prefixes of which prompts; None: no peer is asked.
     """

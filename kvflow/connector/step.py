@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
+from kvflow.checks import hides_secrets
 from kvflow.core.protocol.prompts import Mark
 from kvflow.core.protocol.ticket import Ticket
 
@@ -89,6 +90,7 @@ class Receive(msgspec.Struct, frozen=True, kw_only=True):
     """True if other requests may use the same tickets. Then the scheduler, not the load, releases the tickets."""
 
 
+@hides_secrets
 class Save(msgspec.Struct, frozen=True, kw_only=True):
     """Work for each worker: open a lease with the name `serve_id` for the blocks of a prompt.
 
@@ -123,6 +125,7 @@ class Grow(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
 
 
+@hides_secrets
 class Decline(msgspec.Struct, frozen=True, kw_only=True):
     """Work for each worker: notify readers waiting for the lease named `serve_id` that the lease will not be opened."""
 
@@ -174,6 +177,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     """True to ask, in addition to `peers`, the engines that have part of the prefix according to their KV events."""
 
 
+@hides_secrets
 class Step(msgspec.Struct, kw_only=True):
     """The connector's work in one engine step, for each worker."""
 

@@ -28,6 +28,7 @@ _KEYS_MAX = 1 << 20
 GivenPeer: TypeAlias = "PeerAddress | Ticket | Mapping[str, Any] | str"
 
 
+@checks.hides_secrets
 @dataclass(frozen=True, slots=True)
 class PrefixRequest:
     """Request to fill `block_ids` with the longest beginning of a prefix that one of `peers` has in its prefix cache.

@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from kvflow.errors import KVFlowError, RuntimeBroken, RuntimeClosed, UsageError
+from kvflow.errors import KVFlowError, RuntimeBroken, RuntimeClosed, UsageError, without_secrets
 from kvflow.logs import logger_of
 
 logger = logger_of(__name__)
@@ -104,7 +104,7 @@ class Tasks:
             raise RuntimeClosed(f"the runtime {self._owner} is closing")
         watched = self._break_on_error(body)
         try:
-            task = self._group.create_task(watched, name=name)
+            task = self._group.create_task(watched, name=without_secrets(name))
         except RuntimeError as error:  # the host has cancelled all tasks, and so the supervisor's
             watched.close()
             body.close()

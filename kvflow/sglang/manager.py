@@ -37,11 +37,12 @@ from kvflow.blocking import Load, Runtime
 from kvflow.checks import error_text
 from kvflow.connector.plugin_settings import refuse_options
 from kvflow.core.policy.bounded_map import BoundedMap
-from kvflow.errors import ConfigError, KVFlowError, PeerIncompatible
+from kvflow.errors import ConfigError, KVFlowError, PeerIncompatible, without_secrets
 from kvflow.hosts import address_at
 from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX
 from kvflow.logs import logger_of
 from kvflow.parts import preload
+from kvflow.secret_ids import with_secret
 from kvflow.sglang.bootstrap import INTRODUCTION
 from kvflow.sglang.hooks import hook_decode, hook_prefill
 from kvflow.sglang.pools import Buffers, aux_buffers, kv_buffers, state_buffers, transferred_items
@@ -102,6 +103,8 @@ class KVFlowManager(CommonKVManager):
         lease (`Lease.complete`). Then the last of `pools` holds the metadata, and readers load it from there."""
         self.state_kinds = [kind.value for kind in args.state_types]
         self.secret = _broadcast(secrets.token_hex(16))
+        self.public_id = self._digest("public id")[:8].hex()
+        """Id of this server in names that others see, from which nobody can compute `secret`."""
         self.serials = itertools.count()
         self.senders: weakref.WeakValueDictionary[Room, Any] = weakref.WeakValueDictionary()
         self.receivers: weakref.WeakValueDictionary[Room, Any] = weakref.WeakValueDictionary()
@@ -124,7 +127,7 @@ class KVFlowManager(CommonKVManager):
         found = [kv_buffers(args, heads=heads), *states]
         if self.aux_moves:
             found.append(self.aux)
-        self.pools = [_Pool(one, model_heads, producer, self.secret) for one in found]
+        self.pools = [_Pool(one, model_heads, producer, self.public_id) for one in found]
         hook_prefill(KVFlowManager) if producer else hook_decode(KVFlowManager)
 
     # --- what both sides have
@@ -138,7 +141,7 @@ class KVFlowManager(CommonKVManager):
 
     def fail(self, room: Room, reason: str) -> None:
         """Mark the request of `room` as failed. SGLang's client gets `reason` as the error message."""
-        self.record_failure(room, f"kvflow: {reason}")
+        self.record_failure(room, f"kvflow: {without_secrets(reason)}")
         self.update_status(room, KVPoll.Failed)
 
     def new_request_name(self, room: int) -> str:
@@ -148,8 +151,10 @@ class KVFlowManager(CommonKVManager):
         make the same name, because they have the same secret and see requests in the same order.
         """
         serial = next(self.serials)
-        digest = hmac.digest(bytes.fromhex(self.secret), f"{room}:{serial}".encode(), "sha256")
-        return f"sglang-{room}-{digest[:16].hex()}"
+        return with_secret(f"sglang-{room}", self._digest(f"{room}:{serial}")[:16].hex())
+
+    def _digest(self, text: str) -> bytes:
+        return hmac.digest(bytes.fromhex(self.secret), text.encode(), "sha256")
 
     def teardown(self) -> None:
         """Close the runtimes of all pools, and end this manager's threads."""
@@ -376,12 +381,12 @@ class _Pool:
     reader reads all bytes of an item from that rank.
     """
 
-    def __init__(self, buffers: Buffers, model_heads: int, producer: bool, secret: str) -> None:
+    def __init__(self, buffers: Buffers, model_heads: int, producer: bool, server_id: str) -> None:
         parallel, cut = get_parallel(), buffers.cut
         self.buffers = buffers
         place = f"dp{parallel.attn_dp_rank}" if cut else f"dp{parallel.attn_dp_rank}-tp{parallel.attn_tp_rank}"
         settings: dict[str, Any] = {
-            "engine_id": f"sglang-{secret[:16]}-{place}-{buffers.name}",
+            "engine_id": f"sglang-{server_id}-{place}-{buffers.name}",
             "model": buffers.format,
             "listen": address_at(get_local_ip_auto(), 0),
             "tp_rank": parallel.attn_tp_rank if cut else 0,

@@ -150,7 +150,7 @@ class KVFlowReceiver(CommonKVReceiver):
         return RoomMessage(
             room=int(self.bootstrap_room),
             name=self._name,
-            reader=f"{self.kv_mgr.secret[:16]}.{self.kv_mgr.attn_tp_rank}",
+            reader=f"{self.kv_mgr.public_id}.{self.kv_mgr.attn_tp_rank}",
             readers=getattr(self, "required_dst_info_num", None) or 1,
             **what,
         )

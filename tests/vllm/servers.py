@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from typing import Any
 import httpx
 import psutil
 
-from kvflow import Ticket
+from kvflow import Ticket, secret_id
 from kvflow.connector.parameters import producer_params
 from tests.support.ports import free_port
 
@@ -261,7 +260,7 @@ def introduction_of(server: Server, prompt: Sequence[int]) -> Ticket:
 
 def rendezvous(introduction: Ticket, ttl_s: float = 30.0) -> tuple[dict[str, Any], dict[str, Any]]:
     """The parameters of both requests of a new name."""
-    ticket = Ticket.rendezvous(introduction, secrets.token_hex(16), ttl_s=ttl_s)
+    ticket = Ticket.rendezvous(introduction, secret_id("flow"), ttl_s=ttl_s)
     return producer_params(ticket), ticket.to_params()
 
 

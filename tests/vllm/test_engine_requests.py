@@ -17,6 +17,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.request import Request, RequestStatus
 
+from kvflow import secret_id
 from kvflow.connector.scheduler import ConnectorScheduler, EngineRequest, SchedulingConfig, Sharing
 from kvflow.connector.step import Step
 from kvflow.core.protocol.prompts import prompt_digest
@@ -27,6 +28,7 @@ from kvflow.vllm.vllm_metrics import KVFlowStats
 from tests.support.tests_support import any_ticket
 
 TOKENS = [11, 12, 13, 14, 15, 16]
+REMOTE = secret_id("remote")
 REFUSED = "tokens of its prompt are not those that the ticket"
 WORDS = {"embeddings": "embeddings", "picture": "pictures", "salt": "cache salt", "adapter": "adapter"}
 
@@ -145,9 +147,9 @@ def step_of(connector: KVFlowConnector) -> Step:
 
 
 def ticket_of(name: str) -> Ticket:
-    digest = prompt_digest("remote", engine_request(name).prompt_token_ids)
+    digest = prompt_digest(REMOTE, engine_request(name).prompt_token_ids)
     return any_ticket().without_leases(
-        request_id="remote", block_ids=[0, 1], num_tokens=6, ttl_s=9.0, prompt_digest=digest
+        request_id=REMOTE, block_ids=[0, 1], num_tokens=6, ttl_s=9.0, prompt_digest=digest
     )
 
 
@@ -178,6 +180,10 @@ def test_a_ticket_of_other_tokens_is_not_used_and_one_of_the_same_with_something
             said = caplog.records[-1].message
             assert any(word in said for part, word in WORDS.items() if part in name + of), said
             assert failed, of
+            assert request.structured_output_request is not None
+            answered = str(request.structured_output_request._grammar)  # vLLM 0.33 sends the client this text
+            assert answered in said
+            assert "'remote#...'" in said
 
 
 @pytest.mark.parametrize("before", [False, True])

@@ -13,6 +13,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from kvflow.checks import hides_secrets
 from kvflow.core.bounds import (
     BlockIds,
     Count,
@@ -60,6 +61,7 @@ Redirect: TypeAlias = Annotated[bytes, Meta(max_length=REDIRECT_BYTES_MAX)]
 Numbers: TypeAlias = Annotated[list[Size], Meta(max_length=REGIONS_MAX)]
 
 
+@hides_secrets
 class ReaderRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Base class of the questions that a reader asks a rank."""
 
@@ -242,6 +244,7 @@ class LeaseAnswerState(enum.StrEnum):
     """The prompt cannot be computed, or the rank will not serve it, so no read can succeed."""
 
 
+@hides_secrets
 class LeaseAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
     """The answer to a question about a lease. The answer has only what the reader does not know about the lease."""
 

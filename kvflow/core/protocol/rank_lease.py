@@ -46,6 +46,7 @@ class CheckedStructMeta(msgspec.StructMeta):
 
 
 @checks.built
+@checks.hides_secrets
 class RankLease(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=True, omit_defaults=True):
     """The lease of one rank, and the address of the rank's side channel."""
 

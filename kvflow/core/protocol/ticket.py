@@ -77,6 +77,7 @@ _LEASE_FIELDS_OF = operator.attrgetter(
 
 
 @checks.built
+@checks.hides_secrets
 class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=True, omit_defaults=True, dict=True):
     """The offer of one request's blocks, with everything that a reader needs to load them.
 

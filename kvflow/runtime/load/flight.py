@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
+from kvflow import checks
 from kvflow.checks import counted
 from kvflow.core.plan.descriptors import BlockIds, Descriptors, Piece
 from kvflow.core.policy.queue import Permit, PermitState
@@ -76,6 +77,7 @@ class _GroupState:
     begun_s: float = math.inf
 
 
+@checks.hides_secrets
 class Flight:
     """The reads and copies of one load, and everything that the load has claimed for them.
 

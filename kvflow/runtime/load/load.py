@@ -15,7 +15,7 @@ from kvflow import checks
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.policy.history import History
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import KVFlowError, LoadError, UsageError
+from kvflow.errors import KVFlowError, LoadError, UsageError, without_secrets
 from kvflow.runtime.clock import Clock, SystemClock
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.requests import EVERY_PHASE, PHASES, LoadReport, LoadRequest, Progress, Verification
@@ -40,6 +40,7 @@ def priority_of_unchecked(request: LoadRequest) -> int:
     return _DEFAULT_PRIORITY if found is None else found
 
 
+@checks.hides_secrets
 class Load:
     """One load, under way or over. Await it for its `LoadReport`.
 
@@ -240,7 +241,7 @@ class Load:
         load has its outcome; a cancelled load has it within `cancel_grace_s`. Awaiting the load raises the task's
         error.
         """
-        self._task = asyncio.create_task(work(), name=f"kvflow-load {self.request_id}")
+        self._task = asyncio.create_task(work(), name=f"kvflow-load {without_secrets(self.request_id)}")
         return self._task
 
     def set_outcome(self, outcome: LoadReport | BaseException) -> None:

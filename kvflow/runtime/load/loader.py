@@ -32,6 +32,7 @@ from kvflow.errors import (
     RuntimeBroken,
     RuntimeClosed,
     UsageError,
+    without_secrets,
 )
 from kvflow.logs import logger_of
 from kvflow.parts import import_part
@@ -150,7 +151,7 @@ class Loader:
                 LoadRecord(
                     engine_id=self._config.engine_id,
                     rank=self._cache.rank,
-                    request_id=request_name(request),
+                    request_id=without_secrets(request_name(request)),
                     outcome=type(error).__name__,
                     error=str(error),
                     phase="queued",
@@ -393,9 +394,9 @@ class Loader:
         return LoadRecord(
             engine_id=self._config.engine_id,
             rank=self._cache.rank,
-            request_id=load.request_id,
+            request_id=without_secrets(load.request_id),
             peer_engine_id=ticket.engine_id,
-            remote_request_id=ticket.request_id,
+            remote_request_id=without_secrets(ticket.request_id),
             peer=ticket.address,
             outcome=outcome,
             error=error,

@@ -29,6 +29,7 @@ GivenTicket: TypeAlias = Ticket | Mapping[str, Any]
 Again: TypeAlias = Callable[[Sequence[Attempt]], Awaitable[GivenTicket | None]]
 
 
+@checks.hides_secrets
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
     """Request to fill `block_ids`, in prompt order, from the blocks that `ticket` offers.

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvflow.runtime.producer.serving import Serving
 
 
+@checks.hides_secrets
 @dataclass(frozen=True, slots=True)
 class ServeRequest:
     """An offer of blocks: `block_ids`, in prompt order, hold the first `num_tokens` tokens of a prompt.
@@ -162,6 +163,7 @@ class OpenLease:
         )
 
 
+@checks.hides_secrets
 class Lease:
     """A producer's promise to keep blocks until they have been read. Await it for its `LeaseOutcome`.
 
@@ -200,7 +202,7 @@ class Lease:
 
     @property
     def state(self) -> LeaseState:
-        """State of the lease: offered, or its outcome. After its end the blocks stay held until `done` is True."""
+        """State of the lease: `LeaseState.OFFERED`, or its outcome. After its end the blocks stay held until `done`."""
         return self._entry.state
 
     @property

@@ -44,7 +44,7 @@ from kvflow.core.protocol.notifications import ReadDone, Renew
 from kvflow.core.protocol.prompts import offered_digest
 from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import RequestError, UsageError
+from kvflow.errors import RequestError, UsageError, without_secrets
 from kvflow.logs import logger_of
 from kvflow.parts import import_part
 from kvflow.runtime.clock import Alarm
@@ -404,9 +404,9 @@ class Serving:
         return LeaseRecord(
             engine_id=self._config.engine_id,
             rank=self._rank,
-            request_id=ticket.request_id,
+            request_id=without_secrets(ticket.request_id),
             outcome=outcome,
-            reason=offer.reason,
+            reason=without_secrets(offer.reason),
             blocks=sum(map(len, tables)),
             blocks_by_group=blocks_by_group(self._local.groups, tables),
             tokens=ticket.num_tokens,
