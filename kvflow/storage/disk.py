@@ -2,7 +2,8 @@
 
 A file is written under a name that ends in `.part`: first the blocks, then the header. The file is synced and renamed,
 and then the directory is synced. So a crash leaves either a complete file or a `.part` file, which is removed when the
-directory is opened again. The process that uses a directory holds a lock on it.
+directory is opened again. The process that uses a directory holds a lock on it. Whatever cleaners remove is missed by
+nobody but restores: a directory that is gone is created again by the next save.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _LOCK_FILE = "lock"
 _PARTIAL_SUFFIX = ".part"
 _FILE_NAME = re.compile(r"[0-9a-f]{40}-[0-9a-f]{16}(\.part)?\Z")
 _NOT_REGULAR_ERRORS = frozenset((errno.ELOOP, errno.ENXIO, errno.ENODEV))  # a symbolic link; a socket; a missing device
+DISK_FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
 _OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK: opening a FIFO or a device does not wait
 
 
@@ -39,7 +41,8 @@ class StoreDirectory:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._lock_fd = -1
+        self._fds: list[int] = []
+        """The locked files: first the directory itself, then its lock file."""
 
     def open(self) -> list[Entry]:
         """Lock the directory, remove incomplete files, and return an `Entry` for each file, least recently used first.
@@ -47,9 +50,7 @@ class StoreDirectory:
         If the directory does not exist, create it. Raise BlockingIOError if another owner has locked it. Even after an
         error, call `close`.
         """
-        os.makedirs(self.path, exist_ok=True)
-        self._lock_fd = os.open(self.path_of(_LOCK_FILE), os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o600)
-        fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._lock()
         ours = [
             item
             for item in os.scandir(self.path)
@@ -66,11 +67,33 @@ class StoreDirectory:
             found[name] = Entry(name, item.name, item.stat(follow_symlinks=False).st_size)
         return list(found.values())
 
+    def create_again(self) -> bool:
+        """If the directory was removed or replaced, create and lock it again, and return True.
+
+        Raise BlockingIOError if another owner has locked the new one.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            if self._fds and os.path.samestat(os.stat(self.path), os.fstat(self._fds[0])):
+                return False
+        self.close()
+        self._lock()
+        return True
+
+    def _lock(self) -> None:
+        os.makedirs(self.path, exist_ok=True)
+        self._fds.append(os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        self._fds.append(os.open(self.path_of(_LOCK_FILE), os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o600))
+        for fd in self._fds:  # both, since a cleaner may remove the file, and NFS cannot lock a directory
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno != errno.EBADF:
+                    raise
+
     def close(self) -> None:
         """Release the lock on the directory. A second call does nothing."""
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+        while self._fds:
+            os.close(self._fds.pop())
 
     def remove(self, file: str) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -93,11 +116,7 @@ class StoreDirectory:
 
     def sync(self) -> None:
         """Sync the directory, so that new file names and removals survive a crash."""
-        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        os.fsync(self._fds[0])
 
     def path_of(self, name: str) -> str:
         return os.path.join(self.path, name)
@@ -124,17 +143,23 @@ class EntryFile:
         self._partial_name = entry.file + _PARTIAL_SUFFIX
         self._created = False
 
-    def create(self) -> None:
-        """Remove the files of `victims` to make room, then create the `.part` file with its full size."""
+    def create(self) -> bool:
+        """Remove the files of `victims` to make room, then create the `.part` file with its full size.
+
+        Return True if the directory had to be created again, so that its other files are lost. If the disk is full
+        (`DISK_FULL`), this may be called again, with more victims.
+        """
+        lost = self._directory.create_again()
         while self.victims:
             self._directory.remove(self.victims[0].file)
             del self.victims[0]
-        self.fd = os.open(
-            self._directory.path_of(self._partial_name), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
-        )
+        if self.fd < 0:
+            path = self._directory.path_of(self._partial_name)
+            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._created = True
         os.posix_fallocate(self.fd, 0, self.entry.size_bytes)
         self._mover.register_file(self.fd, self.entry.size_bytes)
+        return lost
 
     def commit(self, header: EntryHeader) -> None:
         """Write `header`, sync the file and give it its final name. Call this once all blocks are written."""

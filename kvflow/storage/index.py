@@ -70,14 +70,8 @@ class StoreIndex:
 
         If evicting all entries that are not being read would not suffice, raise StoreFull and evict none.
         """
-        excess, victims = self.used_bytes + size_bytes - self.bytes_max, []
-        for entry in self._entries.values():
-            if excess <= 0:
-                break
-            if not entry.readers:
-                victims.append(entry)
-                excess -= entry.size_bytes
-        if excess > 0:
+        victims, lacking = self._victims(self.used_bytes + size_bytes - self.bytes_max)
+        if lacking > 0:
             full = f"{counted(size_bytes, 'byte')} more, {self.used_bytes} of {self.bytes_max} are used"
             text = f"request {request_id!r}: {full}; every other entry is being read or written"
             raise StoreFull(text, request_id=request_id)
@@ -85,6 +79,24 @@ class StoreIndex:
             self.drop(entry)
         self.used_bytes += size_bytes
         return victims
+
+    def evict(self, size_bytes: int) -> list[Entry]:
+        """Remove entries of at least `size_bytes` from the index, or all that are not being read, and return them."""
+        victims, _ = self._victims(size_bytes)
+        for entry in victims:
+            self.drop(entry)
+        return victims
+
+    def _victims(self, size_bytes: int) -> tuple[list[Entry], int]:
+        """Return the entries to evict for `size_bytes`, and how many bytes are lacking even then, if more than 0."""
+        victims = []
+        for entry in self._entries.values():
+            if size_bytes <= 0:
+                break
+            if not entry.readers:
+                victims.append(entry)
+                size_bytes -= entry.size_bytes
+        return victims, size_bytes
 
     def put_back(self, entries: Sequence[Entry]) -> list[Entry]:
         """Put evicted `entries` back, because their files could not be removed. The next eviction begins with these.

@@ -39,7 +39,7 @@ from kvflow.errors import (
 from kvflow.logs import logger_of
 from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.copy_thread import CopyFailed
-from kvflow.storage.disk import EntryFile, StoreDirectory
+from kvflow.storage.disk import DISK_FULL, EntryFile, StoreDirectory
 from kvflow.storage.entry import EntryHeader, NotAnEntry, checked_key, entry_name
 from kvflow.storage.index import Entry, StoreIndex
 from kvflow.storage.placing import data_bytes
@@ -61,6 +61,9 @@ logger = logger_of(__name__)
 ReportT = TypeVar("ReportT", SaveReport, RestoreReport)
 
 _RANDOM_BYTES = 8
+_TRIES_IF_FULL = 3
+"""Number of attempts of a save to create its file on a full disk. On a disk shared with others, room that was made may
+be taken at once, and evicting everything in vain would be worse than a failed save."""
 _OUTCOMES = ("saved", "restored", "missed", "damaged", "failed")
 
 
@@ -273,9 +276,7 @@ class BlockStore:
         name = entry_name(stored.fingerprint, key)
         entry = Entry(name, f"{name}-{self._token_hex(_RANDOM_BYTES)}", header.file_bytes)
         file = transfer.file = EntryFile(self._directory, entry, self._store_thread.mover, victims)
-        evicted = len(victims)
-        self._evicted += evicted
-        await self._store_thread.call(file.create)
+        evicted = await self._create_file(file)
         await self._move_blocks(transfer, file.fd, header.data_start)
         transfer.begin_phase("sync")
         await self._store_thread.call(partial(file.commit, header))
@@ -289,6 +290,31 @@ class BlockStore:
             evicted=evicted,
             seconds=transfer.seconds,
         )
+
+    async def _create_file(self, file: EntryFile) -> int:
+        """Create the file of a save. If the disk is full, evict other entries, for a few times.
+
+        Return how many entries were evicted, including the `EntryFile.victims` given. Raise OSError if all was in vain.
+        """
+        path, evicted = self._directory.path, len(file.victims)
+        self._evicted += evicted
+        for tries_left in reversed(range(_TRIES_IF_FULL)):
+            try:
+                if await self._store_thread.call(file.create):
+                    lost = counted(len(self._index.drop_all(None)), "entry", "entries")
+                    logger.warning("store %s: its folder was removed, with %s: it is created again", path, lost)
+                return evicted
+            except OSError as error:
+                victims = self._index.evict(file.entry.size_bytes) if error.errno in DISK_FULL and tries_left else ()
+                if not victims:
+                    raise
+                file.victims += victims
+                evicted += len(victims)
+                self._evicted += len(victims)
+                left = f"{counted(self._index.used_bytes, 'byte')} of bytes_max {self._index.bytes_max}"
+                what = counted(len(victims), "entry", "entries")
+                logger.warning("store %s: %s at %s: evicting %s", path, error.strerror, left, what)
+        raise AssertionError("the last try returns or raises")
 
     async def _restore(self, transfer: StoreTransfer) -> RestoreReport:
         request_id, key = transfer.request_id, cast(bytes, transfer.request.key)

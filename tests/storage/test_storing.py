@@ -288,6 +288,39 @@ async def test_a_folder_has_one_owner_and_is_one(tmp_path: Path) -> None:
     assert not other.exists()
 
 
+async def test_a_folder_that_a_cleaner_empties_or_removes_works_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And still has one owner: of the lock that was removed, and of the folder that was created again."""
+
+    async def refused() -> None:
+        with pytest.raises(ConfigError, match=r"storage: .* is in use by another runtime"):
+            async with storing(tmp_path / "blocks"):
+                pass
+
+    async with storing(tmp_path / "blocks") as engine:
+        await engine.save("a")
+        next(tmp_path.rglob("lock")).unlink()
+        await refused()
+        shutil.rmtree(tmp_path / "blocks")
+        with pytest.raises(NotStored):
+            await engine.restore("a")
+        assert await engine.storage.drop() == 0
+        await engine.save("b")
+        shutil.rmtree(tmp_path / "blocks")
+        await engine.save("c")
+        assert [engine.storage.has(key) for key in "abc"] == [False, False, True]
+        await refused()
+        await engine.restore("c")
+        assert (engine.store.entries, engine.store.bytes) == (1, ENTRY_BYTES)
+        shutil.rmtree(tmp_path / "blocks")
+        async with storing(tmp_path / "blocks"):
+            with pytest.raises(StorageFailed, match="unavailable"):
+                await engine.save("d")
+        await engine.save("d")
+    assert "its folder was removed, with 1 entry: it is created again" in caplog.text
+
+
 async def test_a_file_that_somebody_has_removed_is_not_stored(engine: StoringEngine) -> None:
     await engine.save("a")
     engine.files[0].unlink()
@@ -699,21 +732,48 @@ async def test_a_file_that_has_its_name_counts_though_the_folder_cannot_be_synce
     await engine.restore("a")
 
 
-async def test_a_disk_that_is_full_is_told_and_nobody_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with storing(tmp_path, bytes_max=2 * ENTRY_BYTES) as engine:
-        await engine.save("a")
-        await engine.save("b")
-        monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
-        with pytest.raises(StorageFailed, match="No space left on device"):
-            await engine.save("c")
+def disk_of(folder: Path, size_bytes: int, number: int = errno.ENOSPC) -> Callable[[int, int, int], None]:
+    """`os.posix_fallocate` on a disk of `size_bytes`, on which only `folder` takes room."""
+
+    def allocate(fd: int, offset: int, count: int) -> None:
+        taken = sum(path.stat().st_size for path in folder.rglob("*-*") if path.is_file())
+        if taken + count > size_bytes:
+            raise OSError(number, os.strerror(number))
+        os.ftruncate(fd, offset + count)
+
+    return allocate
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+async def test_a_disk_smaller_than_bytes_max_evicts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", disk_of(tmp_path, 2 * ENTRY_BYTES, number))
+    async with storing(tmp_path) as engine:
+        assert [(await engine.save(key)).evicted for key in "abcd"] == [0, 0, 1, 1]
+        assert engine.store.evicted == 2
+        assert [key for key in "abcd" if engine.storage.has(key)] == ["c", "d"]
+        await engine.restore("d")
         await engine.quiet()
-        with pytest.raises(NotStored):
-            await engine.restore("a")
-        await engine.restore("b")
-        assert engine.store.bytes == ENTRY_BYTES
+        assert engine.store.bytes == sum(path.stat().st_size for path in engine.files) == 2 * ENTRY_BYTES
+    assert f"{os.strerror(number)} at {2 * ENTRY_BYTES} bytes of bytes_max" in caplog.text
 
 
-async def test_a_save_that_finds_the_disk_full_leaves_a_newer_entry_of_whom_it_has_evicted(
+async def test_a_disk_that_others_fill_costs_few_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with storing(tmp_path) as engine:
+        for key in "abcde":
+            await engine.save(key)
+        with monkeypatch.context() as full:
+            full.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
+            with pytest.raises(StorageFailed, match="No space left on device"):
+                await engine.save("f")
+        await engine.quiet()
+        assert [key for key in "abcdef" if engine.storage.has(key)] == ["c", "d", "e"]
+        assert engine.store.bytes == sum(path.stat().st_size for path in engine.files) == 3 * ENTRY_BYTES
+        await engine.save("f")
+
+
+async def test_a_save_that_fails_leaves_a_newer_entry_of_whom_it_has_evicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     committing, go_on = threading.Event(), threading.Event()
@@ -733,12 +793,12 @@ async def test_a_save_that_finds_the_disk_full_leaves_a_newer_entry_of_whom_it_h
         monkeypatch.setattr(os, "fsync", wait)
         engine.mover.gate.set()
         await until(committing.is_set)
-        monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
+        monkeypatch.setattr(os, "posix_fallocate", failing(errno.EIO))
         late = asyncio.create_task(engine.save("c"))  # which "a" has to go for, as it was
         await until(lambda: engine.store.evicted)
         go_on.set()
         await newer
-        with pytest.raises(StorageFailed, match="No space left on device"):
+        with pytest.raises(StorageFailed, match="Input/output error"):
             await late
         monkeypatch.setattr(os, "posix_fallocate", allocate)
         await engine.quiet()
@@ -799,7 +859,8 @@ async def test_whoever_is_under_way_when_the_cache_goes_ends(tmp_path: Path, ver
         if verb == "unregister":
             with pytest.raises(CacheUnregistered):
                 await engine.save("c")
-            assert engine.runtime.statistics().parts == {}
+            assert engine.storage.statistics == engine.store
+            assert engine.store.entries == 1
     async with storing(tmp_path) as engine:
         assert not [path for path in engine.files if path.suffix]
         await engine.restore("a")
