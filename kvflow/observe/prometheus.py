@@ -7,6 +7,9 @@
 Metrics of ended loads and leases are updated at each end. Gauges and the other counters come from
 `Runtime.statistics()` at each scrape. Every metric has the labels `engine`, `dp`, `pp` and `tp`, which name the rank.
 docs/operations.md explains the metrics to watch.
+
+In the multiprocess mode of prometheus_client (PROMETHEUS_MULTIPROC_DIR) a scrape reads only files, so gauges and
+counters from statistics are written to files, every `WRITE_EVERY_S`.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import asyncio
 import concurrent.futures
 from collections.abc import Iterator
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, values
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -23,10 +26,11 @@ from kvflow.core.plan.topology import Rank
 from kvflow.observe.instruments import COUNTERS, GAUGES, HISTOGRAMS, LABELS, RECORD_COUNTERS, amounts_of
 from kvflow.runtime.records import LeaseRecord, LoadRecord
 from kvflow.runtime.runtime import Runtime
-from kvflow.runtime.statistics import RuntimeStatistics
+from kvflow.runtime.statistics import RuntimeState, RuntimeStatistics
 
 __all__ = ["PrometheusMetrics"]
 
+WRITE_EVERY_S = 5.0
 _SCRAPE_WAIT_S = 1.0
 
 
@@ -51,10 +55,21 @@ class PrometheusMetrics(Collector):
             name: Histogram(name, text, (*LABELS, *labels), buckets=buckets, registry=registry)
             for name, text, labels, buckets in HISTOGRAMS
         }
-        registry.register(self)
+        self._gauges: dict[str, Gauge] = {}
+        """The gauges that are written to files; empty unless prometheus_client is in multiprocess mode."""
+        if not getattr(values.ValueClass, "_multiprocess", False):
+            registry.register(self)
+            return
+        for name, text, label, _ in GAUGES:
+            names = (*LABELS, label) if label else LABELS
+            self._gauges[name] = Gauge(name, text, names, registry=registry, multiprocess_mode="livemostrecent")
+        for name, text, label, _ in COUNTERS:
+            self._counters[name] = Counter(name, text, (*LABELS, label) if label else LABELS, registry=registry)
 
     def watch(self, runtime: Runtime) -> None:
         """Add the metrics of `runtime.statistics()` to each later scrape. Call this on the runtime's event loop.
+
+        In multiprocess mode the metrics are up to `WRITE_EVERY_S` old.
 
         Args:
             runtime: An open runtime.
@@ -63,6 +78,8 @@ class PrometheusMetrics(Collector):
             RuntimeError: No event loop is running in this thread.
         """
         self._watched.append(_WatchedRuntime(runtime, asyncio.get_running_loop()))
+        if self._gauges:
+            self._write(self._watched[-1], {})
 
     def load_ended(self, record: LoadRecord) -> None:
         """Add the record of an ended load to counters and histograms. The runtime calls this.
@@ -86,6 +103,27 @@ class PrometheusMetrics(Collector):
                 self._counters[name].labels(*labels).inc(amount)
             else:
                 self._histograms[name].labels(*labels).observe(amount)
+
+    def _write(self, watched: _WatchedRuntime, written: dict[tuple[str, str], float]) -> None:
+        """Write a runtime's gauges and counters to files now, and every `WRITE_EVERY_S` until the runtime is closed.
+
+        `written`: the values that were written last, by the metric's name and the value of its own label.
+        """
+        now = watched.statistics()
+        for name, _, label, values_of in (*GAUGES, *COUNTERS):
+            found = values_of(now)
+            before = [
+                value for known, value in written if known == name and value not in found and name in self._gauges
+            ]
+            for value, count in {**found, **dict.fromkeys(before, 0)}.items():
+                labels = [*watched.labels, value] if label else watched.labels
+                if name in self._gauges:
+                    self._gauges[name].labels(*labels).set(count)
+                else:
+                    self._counters[name].labels(*labels).inc(max(count - written.get((name, value), 0), 0))
+                written[name, value] = count
+        if now.state is not RuntimeState.CLOSED:
+            asyncio.get_running_loop().call_later(WRITE_EVERY_S, self._write, watched, written)
 
     def describe(self) -> list[Metric]:
         """Return no metrics, since none is known before a runtime is watched. The registry calls this.

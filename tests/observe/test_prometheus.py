@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -197,3 +200,59 @@ async def test_alert_rules_ask_for_metrics_and_labels_that_exist(scraped: Scrape
         assert set(shown) <= set(re.findall(r"\w+", " ".join(re.findall(r"by \(([^)]*)\)", rule["expr"]))))
     assert len({rule["alert"] for rule in rules}) == len(rules) >= 10
     assert [group["name"] for group in groups] == ["kvflow", "kvflow-fleet"]
+
+
+IN_FILES = """
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+from tests.observe.test_prometheus import *
+from kvflow import Config, Runtime, ServeRequest
+from kvflow.testing import InprocCluster, run_virtual
+from kvflow.observe.prometheus import WRITE_EVERY_S
+from tests_support import small_cache
+
+def scrape():
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry)
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    return {(one.name, *sorted(one.labels.values())[3:]): one.value for family in families for one in family.samples}
+
+async def main():
+    metrics = PrometheusMetrics(CollectorRegistry())
+    config = Config(engine_id="engine", listen="tcp://127.0.0.1:0", transport="inproc")
+    async with Runtime(config, observers=[metrics], world=InprocCluster().world()) as runtime:
+        await runtime.register_kv_caches(*small_cache())
+        metrics.watch(runtime)
+        first = scrape()
+        lease = runtime.serve_blocks(ServeRequest("req", [1, 2], num_tokens=8))
+        await asyncio.sleep(WRITE_EVERY_S + 1)
+        second = scrape()
+        lease.revoke()
+        await lease
+    await asyncio.sleep(WRITE_EVERY_S + 1)
+    for found in (first, second, scrape()):
+        print(json.dumps([[*key, value] for key, value in found.items() if "bucket" not in key[0]]))
+
+run_virtual(main())
+"""
+
+
+def test_nothing_vanishes_in_multiprocess_mode(tmp_path: Path) -> None:
+    """Which several API servers in one container use: a scrape reads the files of all processes."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PYTHONPATH": paths}
+    done = subprocess.run(
+        [sys.executable, "-c", IN_FILES], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    first, second, third = (
+        {tuple(key): value for *key, value in json.loads(line)} for line in done.stdout.splitlines()
+    )
+    assert (first["kvflow_blocks", "engine", "free"], first["kvflow_open_leases", "engine"]) == (8, 0)
+    assert (second["kvflow_blocks", "engine", "free"], second["kvflow_open_leases", "engine"]) == (6, 1)
+    assert (third["kvflow_open_leases", "engine"], third["kvflow_leases_total", "engine", "revoked"]) == (0, 1)
+    names = {key[0].removesuffix("_total") for key in first}
+    always = {
+        name for name, _, _, values_of in (*GAUGES, *COUNTERS) if not name.startswith(("kvflow_store", "kvflow_prefix"))
+    }
+    assert always - names <= {"kvflow_peers"}, "there are none"
