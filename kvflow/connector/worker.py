@@ -163,8 +163,11 @@ class ConnectorWorker:
         """The prefix cache that is shared with peers; None until `share` is called."""
         self._sharing: SharedPrefixes | None = None
         self._reported = threading.Condition()
-        """Guards `_results`, which two threads use: the engine's and the loop's. `collect` may wait for the loop's."""
+        """Guards `_results` and `_loading`, which two threads use: the engine's and the loop's. `collect` may wait for
+        the loop's."""
         self._results = Results()
+        self._loading: set[str] = set()
+        """Requests whose load was given to `begin`, and has no result yet."""
         self._internal_error: BaseException | None = None
         self._saved: dict[str, _SavedPrompt] = {}
         """Prompts that this rank offers, by request id, until the end of their leases is reported."""
@@ -268,6 +271,8 @@ class ConnectorWorker:
         if step.cached_blocks and self._prefix_cache is not None:
             self._prefix_cache.add(step.cached_blocks, ready)
         if step != _EMPTY_STEP:
+            with self._reported:  # here, since the loop may begin the loads after the next call of `collect`
+                self._loading.update(receive.request_id for receive in step.receive)
             self._runtime.start(lambda runtime: self._carry_out(runtime, step, ready, after))
 
     def collect(self, wait_s: float = 0.0) -> Results:
@@ -293,7 +298,7 @@ class ConnectorWorker:
         return taken
 
     def _must_not_wait(self) -> bool:
-        return not self._receiving or self._results != _NO_RESULTS or self._internal_error is not None
+        return not self._loading or self._results != _NO_RESULTS or self._internal_error is not None
 
     @contextmanager
     def _reporting(self) -> Iterator[Results]:
@@ -387,6 +392,7 @@ class ConnectorWorker:
         request_id = receive.request_id
         if isinstance(outcome, LoadReport):
             with self._reporting() as results:
+                self._loading.discard(request_id)
                 results.loaded[request_id] = outcome
             if self._peers is not None:
                 self._peers.prefixes.learn(receive.tickets[0], outcome)
@@ -395,6 +401,7 @@ class ConnectorWorker:
             raise outcome
         error = outcome if isinstance(outcome, KVFlowError) else None
         with self._reporting() as results:
+            self._loading.discard(request_id)
             results.failed[request_id] = FailedLoad(receive.block_tables, error)
         logger.warning("request %s: its prompt was not received: %s", request_id, error or "abandoned")
         if (error is None or receive.release_if_failed) and not receive.shared:  # no request will read the offer

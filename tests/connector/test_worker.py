@@ -691,6 +691,20 @@ def test_a_step_waits_no_longer_than_it_may_and_not_without_a_load(pair: Pair, m
     pair.prefill.until_read()
 
 
+def test_a_step_waits_for_the_loads_that_it_has_begun(pair: Pair) -> None:
+    """Also if the loop has not looked at the step yet."""
+    prefill, decode = pair.prefill, pair.decode
+    decode.receive(prefill.prefill(), [5, 6])
+    step = decode.scheduler.build_step({}, preempted=(), block_ids=lambda _: ())
+    decode.worker.prepare(step)
+    decode.worker.begin(step)
+    results = decode.worker.collect(WAIT_S)
+    assert set(results.loaded) == {"d"}
+    decode.scheduler.update_from_workers(received=results.received, sent=results.sent)
+    decode.scheduler.request_finished("d", completed=True)
+    prefill.until_read()
+
+
 @pytest.mark.parametrize("wait_s", [-1.0, float("nan"), float("inf"), 1e300, "1", None])
 def test_a_step_waits_for_a_number_of_seconds(pair: Pair, wait_s: Any) -> None:
     begin_held(pair.prefill, pair.decode)
