@@ -72,10 +72,12 @@ RING_OF = {part: ring for ring, parts in RINGS.items() for part in parts}
 
 PARTS_THAT_NEED_PARTS = {
     "prefix": {"failover"},
+    "staging": {"growing"},
     "storage": {"verify"},
     "verify": {"staging"},
 }
-"""No part imports another one, but for these."""
+"""No part imports another one, but for these. `staging` imports none: what a producer stages is offered as a lease that
+grows, so its readers need `growing`."""
 
 WITHIN_RINGS = [["errors"], ["checks"], ["extras", "forks", "hosts", "limits", "logs", "parts", "secret_ids"]]
 WITHIN_RINGS += [["config"], ["core"], ["transport"], ["runtime"], [""]]

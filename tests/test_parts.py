@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from recording_devices import HND, NHD, RecordingEngines, handed_over
+from tests_support import PATIENT, limited, small_cache
 
-from kvflow import Config, LeaseOutcome, LoadRequest, ServeRequest, Ticket, parts
-from kvflow.errors import ConfigError, PeerRefused, RequestError
+from kvflow import Config, LeaseOutcome, LoadRequest, Part, Runtime, RuntimeState, ServeRequest, Ticket, parts
+from kvflow.errors import ConfigError, PeerRefused, RequestError, RuntimeBroken
+from kvflow.runtime.part import Ending
+from kvflow.runtime.statistics import PartStatistics
+from kvflow.storage import SaveRequest, Storage
 from kvflow.testing import inproc_pair
 from kvflow.transport.device.cache_device import CacheDevice
 
@@ -160,6 +167,92 @@ async def test_a_lease_that_grows_and_a_load_of_one_need_growing(monkeypatch: py
         whole = pair.offer([3])
         await consumer.load_blocks(LoadRequest("req", whole.ticket, [0]))
         assert await whole is LeaseOutcome.READ
+
+
+class Failing(Part):
+    """A user's own part, which fails in the methods of a list."""
+
+    name = "failing"
+
+    def __init__(self, *methods: str, hangs: bool = False) -> None:
+        self._methods, self._hangs = methods, hangs
+
+    def end(self, why: Ending, wait_s: float = 0.0) -> None:
+        if "end" in self._methods:
+            raise KeyError("end")
+
+    async def _fail(self, method: str) -> None:
+        if method in self._methods and self._hangs:
+            await asyncio.Event().wait()
+        elif method in self._methods:
+            raise KeyError(method)
+
+    async def drained(self) -> None:
+        await self._fail("drained")
+
+    async def release(self, timeout_s: float) -> str:
+        await self._fail("release")
+        return ""
+
+    @property
+    def statistics(self) -> PartStatistics | None:
+        if "statistics" in self._methods:
+            raise KeyError("statistics")
+        return None
+
+
+@pytest.mark.parametrize("verb", ["unregister", "aclose"])
+@pytest.mark.parametrize("method", ["end", "drained", "release", "statistics", "release hangs", "drained hangs"])
+async def test_a_part_that_fails_does_not_keep_the_others_from_their_end(
+    method: str, verb: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = limited(PATIENT, transport_close_timeout_s=0.05).limits
+    config = replace(PATIENT, transport="inproc", listen="tcp://127.0.0.1:0", limits=limits)
+    config = replace(config, drain_timeout_s=0.05, cancel_grace_s=0.05)
+    name, _, hangs = method.partition(" ")
+    behind = Storage(tmp_path)
+    runtime = Runtime(config, parts=[Failing(name, hangs=bool(hangs)), behind])
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(runtime)
+        kv_caches, layout = small_cache()
+        await runtime.register_kv_caches(kv_caches, layout)
+        await behind.save(SaveRequest("save", "key", [1], 4))
+        if method in ("drained hangs", "statistics"):  # its `release` says that all is well
+            await getattr(runtime, verb)()
+        else:
+            why = "not done in time" if hangs else "KeyError"
+            with pytest.raises(RuntimeBroken, match=rf"{name} of part 'failing': .*{why}"):
+                await getattr(runtime, verb)()
+        async with Runtime(replace(config, engine_id="next"), parts=[Storage(tmp_path)]) as following:
+            await following.register_kv_caches(kv_caches, layout)
+        stack.pop_all()
+        with contextlib.suppress(RuntimeBroken):
+            await runtime.aclose()
+    assert runtime.state is RuntimeState.CLOSED
+    assert caplog.text.count(f"part failing: {name} failed") == (method != "drained hangs")
+
+
+@pytest.mark.parametrize("name", [None, "", 7, "two words", "x" * 65])
+def test_a_part_has_a_name(name: Any) -> None:
+    part = Failing()
+    part.name = name
+    with pytest.raises(ConfigError, match=r"^parts\[0\]\.name: expected"):
+        Runtime(Config(engine_id="any"), parts=[part])
+    with pytest.raises(ConfigError, match=r"^parts\[0\]\.name: expected"):
+        Runtime(Config(engine_id="any"), parts=[Part()])
+
+
+@pytest.mark.parametrize("staging", ["always", "never"])
+async def test_a_load_from_a_staged_producer_needs_growing(monkeypatch: pytest.MonkeyPatch, staging: Any) -> None:
+    async with inproc_pair(config=Config(engine_id="any", staging=staging, drain_timeout_s=0.1)) as pair:
+        lease = pair.offer([3])
+        monkeypatch.delitem(parts.PARTS, "growing")
+        if staging == "never":
+            await pair.consumer.runtime.load_blocks(LoadRequest("req", lease.ticket, [0]))
+            return
+        with pytest.raises(RequestError, match=r"a load of a lease that grows needs kvflow\.growing"):
+            await pair.consumer.runtime.load_blocks(LoadRequest("req", lease.ticket, [0]))
+        lease.revoke()
 
 
 def run(folder: Path, *command: str) -> str:

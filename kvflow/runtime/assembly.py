@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvflow import checks
-from kvflow.checks import counted
+from kvflow.checks import counted, error_text
 from kvflow.config import Config, config_for_device
 from kvflow.core.cache.groups import CacheGroup, LayerSet, check_sets_disjoint, layer_sets, named_layers, sets_of
 from kvflow.core.cache.regions import Device, device_of, map_spans
@@ -39,6 +40,7 @@ from kvflow.runtime.peers.table import Peers
 from kvflow.runtime.peers.ticket_resolver import TicketResolver
 from kvflow.runtime.producer.goodbyes import Goodbyes
 from kvflow.runtime.producer.serving import Serving
+from kvflow.runtime.statistics import PartStatistics
 from kvflow.transport.base import MemoryUse, TransportError, is_staged
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
 logger = logger_of(__name__)
 
 _NAME_CHARS_SHOWN = 80
+_RELEASE_SLACK_S = 1.0  # a part that takes all of its time has still to say so
 _NAMED_MAX = 5
 _USES = {
     "both": MemoryUse.SERVED | MemoryUse.READ_INTO,
@@ -116,6 +119,8 @@ class RegisteredCache:
 
         When the cache ends, only these parts are ended: a part that refused the cache may belong to another runtime.
         """
+        self._part_problems: dict[tuple[str, str], str] = {}
+        """The first error of each method of a part that is called at its end, as text, by the part's and its name."""
         self._answers: dict[type[Any], Callable[[Any], Answered]] = {
             messages.ReleaseRequest: self.serving.release,
             messages.DigestRequest: lambda question: self.part("verify", "a question for digests").answer(question),
@@ -182,7 +187,27 @@ class RegisteredCache:
         """True if a lease or load is open, a part (optional feature) has work under way, or blocks are quarantined."""
         loading = self.loader.statistics
         open_now = self.serving.statistics.open_leases or loading.open_loads or loading.quarantines
-        return bool(open_now or any(map(_open_requests_of, self.begun_parts)))
+        return bool(open_now or any(now.open_requests for now in self.part_statistics().values()))
+
+    def part_statistics(self) -> dict[str, PartStatistics]:
+        """Return the counts of the begun parts (optional features) that have counts, by name."""
+        found = {}
+        for one in self.begun_parts:
+            with self._noting_errors(one, "statistics"):
+                if (now := one.statistics) is not None:
+                    found[one.name] = now
+        return found
+
+    @contextmanager
+    def _noting_errors(self, one: Part, method: str) -> Iterator[None]:
+        """Note an error that a part raises, so that all others are ended all the same. `release_parts` returns it."""
+        try:
+            yield
+        except Exception as error:
+            if (one.name, method) not in self._part_problems:
+                logger.exception("engine %r: part %s: %s failed", self.config.engine_id, one.name, method)
+                why = f"{type(error).__name__}: {error_text(error) or 'not done in time'}"
+                self._part_problems[one.name, method] = f"{method} of part {one.name!r}: {why}"
 
     async def drain(self, deadline_s: float) -> bool:
         """Wait up to `deadline_s` seconds until all leases, loads and work of parts (optional features) have ended.
@@ -192,7 +217,7 @@ class RegisteredCache:
         """
         serving, loader, engine_id = self.serving, self.loader, self.config.engine_id
         serving.lease_answers.refuse_questions(f"engine {engine_id!r} is draining")
-        waits = [serving.drained(), loader.drained(), *(one.drained() for one in self.begun_parts)]
+        waits = [serving.drained(), loader.drained(), self._parts_drained()]
         finished = await _wait_for_all(waits, deadline_s)
         if not finished:
             what = f"leases of {_first_few(serving.open_requests)}, loads of {_first_few(loader.open_requests)}"
@@ -204,8 +229,32 @@ class RegisteredCache:
         """Take no new work, revoke all leases, and begin to end loads and the work of parts. Does not wait."""
         self.serving.close()
         self.loader.close(unregistered=why is Ending.UNREGISTERED)
+        self.end_parts(why)
+
+    def end_parts(self, why: Ending, wait_s: float = 0.0) -> None:
+        """Call `end` of all begun parts (optional features), in order."""
         for one in self.begun_parts:
-            one.end(why)
+            with self._noting_errors(one, "end"):
+                one.end(why, wait_s)
+
+    async def _parts_drained(self) -> None:
+        """Wait until no begun part (optional feature) has work under way."""
+        for one in self.begun_parts:
+            with self._noting_errors(one, "drained"):
+                await one.drained()
+
+    async def release_parts(self, timeout_s: float) -> str:
+        """Call `release` of all begun parts, in order, each for about `timeout_s` at most.
+
+        Return "" if all have released the cache, and none has raised an error since it began. Otherwise return why not.
+        """
+        problems = []
+        for one in self.begun_parts:
+            with self._noting_errors(one, "release"):
+                async with asyncio.timeout(timeout_s + _RELEASE_SLACK_S):
+                    problems.append(await one.release(timeout_s))
+        problems += [why for (_, method), why in self._part_problems.items() if method != "statistics"]
+        return "; ".join(filter(None, problems))
 
     async def end(self, *, broken: bool = False) -> None:
         """Call `stop`, and wait until leases, loads and the work of parts have ended, at most Config.ending_s.
@@ -215,7 +264,7 @@ class RegisteredCache:
         self.stop(Ending.CLOSED)
         serving, loader, bound_s = self.serving, self.loader, self.config.ending_s
         waits = [serving.drained()] if broken else [serving.drained(), loader.drained()]
-        waits += [one.drained() for one in self.begun_parts]
+        waits.append(self._parts_drained())
         if not await _wait_for_all(waits, bound_s):
             loads = counted(len(loader.quarantines), "load")
             what = f"bytes may still land of {loads}, leases of {_first_few(serving.open_requests)}"
@@ -233,7 +282,7 @@ class RegisteredCache:
         except TimeoutError:
             return f"a copy still runs after {bound_s} s"
         loads, leases = self.loader.open_requests, self.serving.open_requests
-        parts = {one.name: count for one in self.begun_parts if (count := _open_requests_of(one))}
+        parts = {name: now.open_requests for name, now in self.part_statistics().items() if now.open_requests}
         if not (loads or leases or parts):
             return ""
         return f"bytes of loads {loads} may still land, leases {leases} hold their blocks, requests of parts: {parts}"
@@ -357,10 +406,6 @@ def _cache_share(config: Config, groups: Sequence[CacheGroup], one: LayerSet) ->
     if isinstance(one.layout, StatePart):
         heads = one.layout.segment.model_units
     return cache_share_of(one.layout, config, model_kv_heads=heads, group=one.group)
-
-
-def _open_requests_of(part: Part) -> int:
-    return 0 if (now := part.statistics) is None else now.open_requests
 
 
 def _first_few(requests: Sequence[str]) -> str:

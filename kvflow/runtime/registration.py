@@ -86,9 +86,7 @@ class Registration:
         self.poller.end_reads(stopped=stopped)
         if cache is not None and stopped:
             cache.loader.note_all_stopped()
-        for part in cache.begun_parts if cache is not None else ():
-            problem = await part.release(bound_s) or problem
-        return problem
+        return (await cache.release_parts(bound_s) if cache is not None else "") or problem
 
     def abandon(self, wait_s: float) -> None:
         """Release the transport and the cache. For use after the event loop has ended.
@@ -97,8 +95,8 @@ class Registration:
         """
         cache, self.cache = self.cache, None
         self.transport.abandon(wait_s)
-        for part in cache.begun_parts if cache is not None else ():
-            part.end(Ending.ABANDONED, wait_s)
+        if cache is not None:
+            cache.end_parts(Ending.ABANDONED, wait_s)
 
     async def _end_tasks(self) -> None:
         """Cancel the poller and all other tasks of this registration, and wait for their end. Make `spawn` raise."""

@@ -36,6 +36,7 @@ from kvflow.runtime.supervisor import Supervisor
 from kvflow.runtime.tasks import mark_retrieved, require_loop
 from kvflow.runtime.world import World
 
+_PART_NAME_CHARS_MAX = 64
 _RUNNING = (RuntimeState.OPEN, RuntimeState.DRAINING)
 
 
@@ -117,12 +118,14 @@ class Runtime:
         """Close the runtime: refuse new work, let loads and leases finish, revoke the rest, deregister, stop all tasks.
 
         This takes at most 2 * Config.drain_timeout_s + Config.cancel_grace_s + Limits.seal_hold_s +
-        Limits.goodbye_timeout_s + 2 * Limits.transport_close_timeout_s. Closing twice is fine. If the runtime's loop is
+        Limits.goodbye_timeout_s + 2 * Limits.transport_close_timeout_s, and the last of these times also for each part
+        that does not release the cache in time. Closing twice is fine. If the runtime's loop is
         closed, this may be called on any other loop. In a forked child, forget the parent's runtime and close nothing.
         Cancelling stops the waiting; the closing goes on.
 
         Raises:
-            RuntimeBroken: reads or a copy could not be stopped. Keep the registered memory until the process ends.
+            RuntimeBroken: reads or a copy could not be stopped, or a part (optional feature) failed; all else is
+                closed. Keep the registered memory until the process ends.
             UsageError: called on another loop while the runtime's loop is open.
         """
         loop = self._supervisor.loop
@@ -446,13 +449,17 @@ class Runtime:
             yield
 
 
+def _checked_name(part: Part, what: str) -> str:
+    return checks.name(getattr(part, "name", None), what, most=_PART_NAME_CHARS_MAX, error=ConfigError)
+
+
 def _checked_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
     """Return `parts` as a tuple. ConfigError if an item is not a `Part`, or a name occurs twice."""
     given = checks.try_call(lambda: tuple(parts))
     if given is None:
         raise ConfigError(f"parts: expected a list, got {checks.short_repr(parts)}")
     found = tuple(checks.instance(one, Part, f"parts[{at}]", error=ConfigError) for at, one in enumerate(given))
-    names = [part.name for part in found]
+    names = [_checked_name(part, f"parts[{at}].name") for at, part in enumerate(found)]
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
         raise ConfigError(f"parts: {', '.join(twice)} is listed more than once")
     return found
