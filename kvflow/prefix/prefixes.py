@@ -163,8 +163,8 @@ class Prefixes(Part):
 
     @property
     def statistics(self) -> PrefixStatistics | None:
-        """Counts of pulls and of shared prefixes since the KV cache was registered; None without a KV cache."""
-        if self._questions is None or not self._owner.registered:
+        """Counts of pulls and of shared prefixes since the last KV cache was registered; None before the first one."""
+        if not self._counts:
             return None
         sharing = None if self._shared is None or self._shared.closed else self._shared.statistics
         return PrefixStatistics(open_requests=len(self._pulls), sharing=sharing, **self._counts)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
+from weakref import WeakSet
 
 import numpy as np
 
@@ -109,9 +110,12 @@ class HostBlocks:
         raise NotImplementedError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RankMemory:
-    """The memory of a cache that is being registered."""
+    """The memory of a registered cache; empty after `release`.
+
+    Handles, parts and the frames of kept errors outlive the registration. They may refer to this object and to `views`.
+    """
 
     groups: Sequence[CacheGroup]
     own_layers: tuple[LayerSet, ...]
@@ -123,6 +127,16 @@ class RankMemory:
     """Layers that peers read: the layers of the cache or, with host staging, of the host blocks."""
     addresses: TensorAddresses
     """The tensors of `own_layers` and `served_layers`, which must not move while they are registered."""
+    views: WeakSet[object] = field(default_factory=WeakSet)
+    """Other objects that hold tensors of the cache, or views of these."""
+
+    def release(self) -> None:
+        """Drop all tensors, so that the engine frees them by dropping its own. Called when nothing uses the cache."""
+        for view in (*self.staging, *self.views):
+            vars(view).clear()
+        self.addresses.tensors.clear()
+        self.addresses.registered.clear()
+        self.groups = self.own_layers = self.staging = self.served_layers = ()
 
     @property
     def target_device(self) -> CacheDevice:

@@ -41,7 +41,8 @@ class Part:
 
     A part belongs to one runtime at a time. The runtime calls the methods below on its loop: `registered` first, and
     the others only after `registered` has returned. The core calls no other method, and parts do not use each other.
-    Override only the methods that the part needs.
+    Override only the methods that the part needs. If `end`, `drained` or `release` fails, or `release` takes too long,
+    all other parts are still ended and released, and then RuntimeBroken is raised.
     """
 
     name: str
@@ -85,7 +86,7 @@ class Part:
 
     @property
     def statistics(self) -> PartStatistics | None:
-        """Current counts of this optional feature; None while no cache is registered with it."""
+        """Counts of this optional feature since the last cache was registered with it; None before the first one."""
         return None
 
 
@@ -95,10 +96,6 @@ class PartOwner:
     def __init__(self, part: Part) -> None:
         self._part = part
         self._runtime: Supervisor | None = None
-
-    @property
-    def registered(self) -> bool:
-        return self._runtime is not None and self._runtime.registered_cache is not None
 
     @property
     def open(self) -> bool:

@@ -192,9 +192,7 @@ class Supervisor:
             serving=serving,
             loading=loading,
             peers=cache.peers.statistics if cache else (),
-            parts={
-                part.name: now for part in (cache.begun_parts if cache else ()) if (now := part.statistics) is not None
-            },
+            parts=cache.part_statistics() if cache else past.parts if past else {},
             readers=cache.goodbyes.count if cache else 0,
             readers_refused=self._admission.refused,
             listener=self.listener.statistics if self.tasks.started else None,
@@ -314,9 +312,10 @@ class Supervisor:
         if problem and cache is not None:
             self.tasks.break_down(RuntimeBroken(f"the cache could not be unregistered: {problem}"))
             raise RuntimeBroken(f"unregistering the cache of {self}: {problem}")
+        if cache is not None:
+            cache.memory.release()
         self._past_statistics = self.statistics()
-        registration.cache = None  # a reference to its transport must not keep tensors alive
-        self.cache = self.registration = None
+        self.cache = self.registration = registration.cache = None
         logger.info("runtime %s unregistered its cache: %s", self, problem or "its memory is deregistered")
 
     async def _close(self) -> None:
@@ -342,6 +341,8 @@ class Supervisor:
         logger.info("runtime %s closed%s", self, f": {problem}" if problem else " cleanly")
         if problem:
             raise RuntimeBroken(f"closing {self}: {problem}")
+        if self.registered_cache is not None:
+            self.registered_cache.memory.release()
 
     def _stop_draining(self) -> None:
         self._draining_stopped = True

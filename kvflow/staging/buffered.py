@@ -49,6 +49,7 @@ class BufferedLoads:
         config, limits = cache.config, cache.config.limits
         self._config = config
         self._cache = cache
+        cache.memory.views.add(self)
         self._served_layers = cache.memory.served_layers
         self._staging = cache.memory.staging
         self._copy_thread = cache.resources.copy_thread
@@ -118,7 +119,8 @@ class BufferedLoads:
             )
             _, caches, layout = self._served_layers[block_map.local_set]
             assert isinstance(layout, CacheLayout), "state is opaque"
-            self._permutations[block_map] = Permutation(caches, layout, block_map, whole, self._scratch.device)
+            made = self._permutations[block_map] = Permutation(caches, layout, block_map, whole, self._scratch.device)
+            self._cache.memory.views.add(made)
         return self._permutations[block_map]
 
     async def _copy_groups(

@@ -179,8 +179,8 @@ class Storage(Part):
 
     @property
     def statistics(self) -> StoreStatistics | None:
-        """Contents of the store, and counts since the KV cache was registered; None without a KV cache."""
-        return self._store.statistics if self._store is not None and self._owner.registered else None
+        """Contents of the store, and counts since the last KV cache was registered; None before the first one."""
+        return None if self._store is None else self._store.statistics
 
     async def registered(self, runtime: Supervisor, cache: RegisteredCache) -> None:
         """Only for the runtime: open the store for a newly registered KV cache, as `Part.registered` says."""

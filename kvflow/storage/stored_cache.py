@@ -41,6 +41,7 @@ class StoredCache:
             )
         saved, device = (memory.served_layers, memory.target_device) if through else (memory.own_layers, memory.device)
         self._digested_cache = DigestedCache(saved, cache.resources.copy_thread, device)
+        memory.views.update((self, self._digested_cache))
         if problem := self._digested_cache.problem:
             raise ConfigError(f"storage: blocks cannot be saved without digests: {problem}")
         self._copy_thread = cache.resources.copy_thread

@@ -79,6 +79,7 @@ class LoadVerifier:
         """Computes digests of the engine's own cache, which loads fill."""
         self.served_cache = DigestedCache(memory.served_layers, copy_thread) if memory.staging else self.local_cache
         """Computes digests of the memory that peers read: the cache or, with host staging, the host blocks."""
+        memory.views.update((self.local_cache, self.served_cache))
 
     @property
     def problem(self) -> str:

@@ -584,31 +584,6 @@ async def test_nothing_is_left_of_fifty_lives_and_all_of_them_are_counted() -> N
 
 
 @in_virtual_time
-async def test_a_handle_that_somebody_keeps_holds_no_cache_that_was_unregistered() -> None:
-    """Of a load, and of a lease: engines keep them for their logs. A kept error has its frames, as in Python."""
-    async with virtual_pair(BRIEF) as pair:
-        pair.transport._network.leaves_memory = False
-        for number, runtime in enumerate((pair.reader, pair.writer)):
-            await runtime.unregister()
-            kv_caches, cache = CacheSize().make("producer")
-            tensors = [weakref.ref(tensor) for tensor in kv_caches.values()]
-            await runtime.register_kv_caches(kv_caches, cache.layout)
-            del kv_caches, cache
-            if number == 0:
-                lease = pair.offer([3, 4], "kept")
-                load = pair.reader.start_load(load_request(lease, [0, 1]))
-                await load
-                kept: list[object] = [lease, load]
-            else:
-                kept.append(pair.offer([3, 4], "kept too"))
-            await runtime.unregister()
-            gc.collect()
-            assert [ref for ref in tensors if ref() is not None] == []
-            await runtime.register_kv_caches(*small_cache())
-        assert len(kept) == 3
-
-
-@in_virtual_time
 async def test_host_buffers_are_given_back_too() -> None:
     """A lease whose blocks are being copied to the host when its engine goes to sleep."""
     async with readable_pair(replace(BRIEF, staging="always"), warm=False) as pair:

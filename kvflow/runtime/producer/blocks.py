@@ -119,8 +119,7 @@ class OfferedBlocks:
         self._groups = cache.local.groups
         self._ledger = cache.ledger
         self._seals = cache.seals
-        self._staging = cache.memory.staging
-        """Host buffers of each group; empty without host staging."""
+        self._memory = cache.memory
         self._copy_thread = cache.resources.copy_thread
         self._stage_unit = math.lcm(*(group.block_size for group in self._groups))
         """Least common multiple of the block sizes of all groups, in tokens."""
@@ -160,7 +159,7 @@ class OfferedBlocks:
             undo.callback(self._seals.free_slot, seal_index)
             self._ledger.lease(entries)
             undo.callback(self._ledger.release, entries)
-            staged = len(self._staging) > 0 and (extends or len(entries) > 0)
+            staged = len(self._memory.staging) > 0 and (extends or len(entries) > 0)
             host_tables = self._take_host_blocks(request_id, tables, undo) if staged else None
             undo.pop_all()
         return HeldBlocks(
@@ -216,7 +215,7 @@ class OfferedBlocks:
         `counts`: number of blocks of each group that a lease of `tokens` tokens needs in the end.
         """
         self._ledger.check_enough_blocks(counts, f"{what}: num_tokens {tokens}")
-        for group, count, buffers in zip(self._groups, counts, self._staging, strict=False):
+        for group, count, buffers in zip(self._groups, counts, self._memory.staging, strict=False):
             if count > buffers.pool.size:
                 needs = f"{counted(count, 'host block')}{self._group_text(group)}"
                 there_are = f"there are {buffers.pool.size} (host_buffer_bytes_max)"
@@ -343,7 +342,7 @@ class OfferedBlocks:
         Callbacks that give the host blocks back are added to `undo`. HostBlocksBusy if too few host blocks are free.
         """
         found = []
-        for ids, buffers in zip(tables, self._staging, strict=True):
+        for ids, buffers in zip(tables, self._memory.staging, strict=True):
             host_ids = buffers.pool.take_nowait(len(ids)) if len(ids) else ids
             if host_ids is None:
                 free, size = buffers.pool.size - buffers.pool.used, buffers.pool.size
@@ -364,7 +363,7 @@ class OfferedBlocks:
             return
         copies = []
         for group, count, ids, host_ids, buffers in zip(
-            self._groups, held.counts, held.tables, host_tables, self._staging, strict=True
+            self._groups, held.counts, held.tables, host_tables, self._memory.staging, strict=True
         ):
             some = _blocks_of(group, count, held.offered_tokens, range(held.staged, upto))
             if len(ids[some]):
@@ -399,7 +398,7 @@ class OfferedBlocks:
         Recurrent state does not count: it is copied only together with the last token.
         """
         size_bytes = 0
-        for group, buffers in zip(self._groups, self._staging, strict=False):
+        for group, buffers in zip(self._groups, self._memory.staging, strict=False):
             if group.kind is not GroupKind.STATE:
                 size_bytes += buffers.block_size_bytes * (self._stage_unit // group.block_size)
         return size_bytes
@@ -408,7 +407,7 @@ class OfferedBlocks:
         """Free the blocks and host blocks of a lease, then call `on_free`. The producer may now reuse the blocks."""
         self._ledger.release(held.entries)
         for taken in held.host_tables_by_call:
-            for host_ids, buffers in zip(taken, self._staging, strict=True):
+            for host_ids, buffers in zip(taken, self._memory.staging, strict=True):
                 if len(host_ids):
                     buffers.pool.give_back(host_ids)
         on_free()
