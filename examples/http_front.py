@@ -73,7 +73,8 @@ class Engine:
         block_ids, lease = self.take(len(prompt.tokens)), None
         try:
             await asyncio.to_thread(compute, prompt.tokens, block_ids)
-            request = kvflow.ServeRequest(prompt.request_id, block_ids, len(prompt.tokens), prompt=prompt.tokens)
+            offer_id = kvflow.secret_id(prompt.request_id)  # clients send the tickets
+            request = kvflow.ServeRequest(offer_id, block_ids, len(prompt.tokens), prompt=prompt.tokens)
             lease = self.runtime.serve_blocks(request)
             return lease.ticket.to_params()
         finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import secrets
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -66,7 +65,7 @@ async def test_hand_over_hang_up_and_sigterm() -> None:
 
         # Loads that wait for an offer that no engine makes end when their clients hang up, and give back their blocks.
         ticket = (await prefill.post("/prefill", json={"request_id": "known", "tokens": TOKENS})).json()
-        never = kvflow.Ticket.rendezvous(ticket, secrets.token_hex(16), ttl_s=600.0).to_params()
+        never = kvflow.Ticket.rendezvous(ticket, kvflow.secret_id("never"), ttl_s=600.0).to_params()
         for _ in range(30):
             await hang_up(decode, "/decode", {"request_id": "waits", "tokens": TOKENS, "ticket": never})
         while (answer := await hand_over("after")).status_code == 503:
