@@ -27,6 +27,7 @@ from kvflow.prefix.seek import PrefixQuestions
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.requests import TICKETS_MAX, LoadReport, LoadRequest
 from kvflow.runtime.records import LOADED
+from kvflow.runtime.tasks import shielded_from_scopes
 
 if TYPE_CHECKING:
     from kvflow.runtime.assembly import RegisteredCache
@@ -151,7 +152,8 @@ class Pull:
         except BaseException as error:
             for load in loads:
                 load.cancel()
-            await asyncio.shield(asyncio.gather(*loads, return_exceptions=True))
+            with shielded_from_scopes():
+                await asyncio.shield(asyncio.gather(*loads, return_exceptions=True))
             if isinstance(error, KVFlowError):
                 error.quarantine = _quarantine_of(loads)
             raise

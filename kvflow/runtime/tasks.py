@@ -13,6 +13,8 @@ A runtime, its leases and its loads belong to the event loop that opened the run
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -232,6 +234,16 @@ async def retry_if_cancelled(
             task = asyncio.current_task()
             assert task is not None, "carried work is a task"
             task.uncancel()
+
+
+def shielded_from_scopes() -> contextlib.AbstractContextManager[object]:
+    """Return a context manager that keeps the cancelled scopes of anyio from cancelling the task in the block.
+
+    anyio cancels a task of a cancelled scope once per turn of the loop until the task has left the scope. A task that
+    has to wait nevertheless, as for posted reads, would use a whole core. Cancellations of asyncio reach the block.
+    """
+    anyio = sys.modules.get("anyio")  # without it there are no such scopes
+    return contextlib.nullcontext() if anyio is None else anyio.CancelScope(shield=True)
 
 
 def mark_retrieved(task: asyncio.Future[None]) -> None:

@@ -32,7 +32,7 @@ from kvflow.runtime.copy_thread import CopyFailed
 from kvflow.runtime.load.flight_resources import FlightResources
 from kvflow.runtime.memory import wait_granted
 from kvflow.runtime.peers.peer import Source
-from kvflow.runtime.tasks import require_loop
+from kvflow.runtime.tasks import require_loop, shielded_from_scopes
 from kvflow.transport.base import ReadEnded, TransportError
 
 SealPieceOf: TypeAlias = Callable[[Source], Piece]
@@ -436,11 +436,12 @@ class Flight:
         loop, end = asyncio.get_running_loop(), self._end_future()
         deadline_s = loop.time() + grace_s
         cancelled = False
-        while not self.safe and not end.done() and (left_s := deadline_s - loop.time()) > 0:
-            try:
-                await asyncio.wait([end], timeout=left_s)
-            except asyncio.CancelledError:
-                cancelled = True
+        with shielded_from_scopes():
+            while not self.safe and not end.done() and (left_s := deadline_s - loop.time()) > 0:
+                try:
+                    await asyncio.wait([end], timeout=left_s)
+                except asyncio.CancelledError:
+                    cancelled = True
         return cancelled
 
     def _group_step_ended(self, group_state: _GroupState, *, intact: bool) -> None:

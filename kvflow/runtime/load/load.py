@@ -21,7 +21,7 @@ from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.requests import EVERY_PHASE, PHASES, LoadReport, LoadRequest, Progress, Verification
 from kvflow.runtime.peers.peer import Source
 from kvflow.runtime.records import Attempt
-from kvflow.runtime.tasks import require_loop
+from kvflow.runtime.tasks import require_loop, shielded_from_scopes
 
 _LABEL_OF = attrgetter("peer.label")
 _DEFAULT_PRIORITY = 0
@@ -136,7 +136,7 @@ class Load:
     def __await__(self) -> Generator[Any, None, LoadReport]:
         if self._task is not None and self._outcome is None:
             require_loop(self._task.get_loop(), f"request {self.request_id!r}: awaiting it")
-            return self._task.__await__()
+            return _result_of(self._task).__await__()
         return self._result().__await__()
 
     def __aiter__(self) -> AsyncIterator[Progress]:
@@ -346,6 +346,17 @@ class Load:
         if self._outcome is None:
             raise UsageError(f"request {self.request_id!r}: load_blocks is awaited by its caller only")
         raise self._outcome
+
+
+async def _result_of(task: asyncio.Task[LoadReport]) -> LoadReport:
+    """Return the result of a load's task, or raise its error. If cancelled, cancel the task and wait for its end."""
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        if not task.cancel():
+            raise
+        with shielded_from_scopes():
+            return await task
 
 
 class _ProgressIterator:
