@@ -183,11 +183,13 @@ INDIFFERENT = {
         speculative_ngram_max_bfs_breadth speculative_ngram_match_type speculative_ngram_max_trie_depth
         speculative_ngram_capacity speculative_ngram_external_corpus_path
         speculative_ngram_external_sam_budget speculative_ngram_external_corpus_max_tokens""",
-    "pages of other servers than prefill and decode, and when those poll": """
-        decoupled_spec_bind_endpoint decoupled_spec_connect_endpoints decoupled_spec_rank decoupled_spec_role
-        disaggregation_enable_kv_checksum disaggregation_bootstrap_port disaggregation_ib_device
+    "how servers find each other, and what SGLang computes of the same pages": """
+        disaggregation_bootstrap_port disaggregation_ib_device disaggregation_enable_kv_checksum""",
+    "when servers take requests, and copies of pages that SGLang keeps": """
         disaggregation_decode_enable_offload_kvcache num_reserved_decode_tokens
-        disaggregation_decode_extra_slots disaggregation_decode_polling_interval optimistic_prefill_attempts
+        disaggregation_decode_extra_slots disaggregation_decode_polling_interval optimistic_prefill_attempts""",
+    "servers of other kinds: drafters, encoders, prefill and decode on one GPU": """
+        decoupled_spec_bind_endpoint decoupled_spec_connect_endpoints decoupled_spec_rank decoupled_spec_role
         encoder_only language_only language_model_only encoder_transfer_backend encoder_urls
         encoder_bootstrap_port encoder_register_urls enable_adaptive_dispatch_to_encoder enable_pdmux
         pdmux_config_path sm_group_num""",
