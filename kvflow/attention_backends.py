@@ -311,7 +311,7 @@ def layout_for_backend(
     misfits: list[LayoutError] = []
     for row in rows:
         try:
-            fitting.append((row, _layout_by_row(kv_caches, row, block_size, num_kv_heads, layer_indices)))
+            fitting.append((row, _layout_by_row(kv_caches, row, block_size, num_kv_heads, layer_indices, kv_format)))
         except LayoutError as error:
             misfits.append(error)
     if not fitting:
@@ -331,13 +331,19 @@ def _layout_by_row(
     block_size: int,
     num_kv_heads: int | None,
     layer_indices: Sequence[int] | None,
+    kv_format: str | None,
 ) -> CacheLayout:
     """Return the layout that the tensors `kv_caches` have according to the table row `row`.
 
     Raise LayoutError if `row` does not match the tensors.
     """
     layout = CacheLayout.infer(
-        kv_caches, order=row.order, style=row.style, block_size=block_size, layer_indices=layer_indices
+        kv_caches,
+        order=row.order,
+        style=row.style,
+        block_size=block_size,
+        layer_indices=layer_indices,
+        kv_format=kv_format or PLAIN,
     )
     # With one head or one token both orders are the same.
     orders_differ = layout.num_kv_heads > 1 and layout.block_size > 1
@@ -347,8 +353,8 @@ def _layout_by_row(
         )
     if num_kv_heads is None and row.needs_num_kv_heads:
         raise LayoutError("num_kv_heads: has to be given, the shape alone does not tell that tensors were viewed")
-    if num_kv_heads is not None and layout.num_kv_heads != num_kv_heads and not layout.latent:
-        raise LayoutError(f"num_kv_heads is {num_kv_heads}, the tensors have {layout.num_kv_heads}")
+    if num_kv_heads is not None and layout.kv_heads != num_kv_heads and not layout.latent:
+        raise LayoutError(f"num_kv_heads is {num_kv_heads}, the tensors have {layout.kv_heads}")
     return layout
 
 

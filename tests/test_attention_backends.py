@@ -180,6 +180,14 @@ def test_what_bytes_mean_is_never_guessed(
     assert layout_for_backend(caches, backend=backend, block_size=N, kv_format=given).kv_format == chosen
 
 
+def test_slots_of_k_and_v_are_two_for_each_head() -> None:
+    slots = {"l0": torch.zeros(B, 2 * H, N, 72, dtype=torch.uint8)}
+    layout = layout_for_backend(slots, backend="FLASHINFER", block_size=N, num_kv_heads=H, kv_format="nvfp4")
+    assert (layout.kv_heads, layout.block_size_bytes) == (H, 2 * H * N * 72)
+    with pytest.raises(LayoutError, match="num_kv_heads: nvfp4 has two slots for each head, got 3"):
+        layout_for_backend({"l0": slots["l0"][:, :3]}, backend="FLASHINFER", block_size=N, kv_format="nvfp4")
+
+
 def test_pallas_viewed_as_fused_holds_k_and_v_of_a_head_together() -> None:
     """The source interleaves K0, V0, K1, V1, ..; the view puts K and V of one head next to each other."""
     keys, values = torch.randn(B, N, H, D), torch.randn(B, N, H, D)

@@ -263,6 +263,17 @@ def runs_table() -> str:
     return table(("name", "body in", "begins and ends"), rows)
 
 
+def cache_dtypes_table() -> str:
+    from kvflow.vllm.cache_dtypes import CACHE_DTYPES
+
+    def moved(row: Any) -> str:
+        of = f" of {row.values}" if row.values else ""
+        return f"values{of}" if row.kv_format == "plain" else "whole blocks" if row.kv_format else ""
+
+    rows = ((f"`{row.name}`", f"{row.since}+", row.state, moved(row)) for row in CACHE_DTYPES.values())
+    return table(("`--kv-cache-dtype`", "vLLM", "", "what is moved"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "api": api_list,
     "config": config_table,
@@ -270,6 +281,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "errors": errors_table,
     "shapes": shapes_table,
     "backends": backends_table,
+    "cache_dtypes": cache_dtypes_table,
     "runs": runs_table,
 }
 

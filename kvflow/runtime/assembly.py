@@ -17,7 +17,7 @@ from kvflow.core.cache.groups import CacheGroup, LayerSet, check_sets_disjoint, 
 from kvflow.core.cache.regions import Device, device_of, map_spans
 from kvflow.core.cache.state import StatePart
 from kvflow.core.cache.tensors import TensorAddresses, has_addresses
-from kvflow.core.plan.topology import CacheShare, cache_share_of
+from kvflow.core.plan.topology import CacheShare, cache_share_of, check_heads
 from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.addresses import UNKNOWN_ENGINE, Address
@@ -363,6 +363,8 @@ async def _register(runtime: Supervisor, registration: Registration, memory: Ran
     """Register `memory`, and the memory of seals, with the transport. Return the registered cache."""
     transport, seals, groups, sets = registration.transport, runtime.seals, memory.groups, memory.served_layers
     config = config_for_device(runtime.config, memory.target_device.where.kind)
+    shares = tuple(_cache_share(config, groups, one) for one in sets)
+    check_heads(shares)
     resources = FlightResources(
         ledger=BlockLedger(groups, memory.addresses),
         seal_slots=SealSlots(config.limits.source_ranks_max),
@@ -381,7 +383,7 @@ async def _register(runtime: Supervisor, registration: Registration, memory: Ran
         reader=registration.agent_name,
         caller=Address(config.engine_id, runtime.rank, runtime.address),
         compatibility=compatibility_of([one.layout for one in sets], model=config.model),
-        cache_shares=tuple(_cache_share(config, groups, one) for one in sets),
+        cache_shares=shares,
         regions=regions,
         groups=tuple(group.facts for group in groups),
     )

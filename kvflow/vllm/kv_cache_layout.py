@@ -23,16 +23,16 @@ from vllm.v1.kv_cache_interface import (
     SinkFullAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
-    get_kv_quant_mode,
 )
 
 from kvflow.attention_backends import layout_for_backend, rows_of
 from kvflow.checks import counted
 from kvflow.core.cache.groups import CacheGroup, GroupFacts, GroupKind
-from kvflow.core.cache.layout import CacheLayout, is_draft
+from kvflow.core.cache.layout import PLAIN, CacheLayout, is_draft
 from kvflow.core.cache.state import StateLayout
 from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER, NAMED_LAYERS_MAX, LayerCache
 from kvflow.errors import ConfigError, LayoutError
+from kvflow.vllm.cache_dtypes import CacheDtype, cache_dtype_of
 from kvflow.vllm.recurrent_state import slots_of, state_tensors
 
 if TYPE_CHECKING:
@@ -41,11 +41,6 @@ if TYPE_CHECKING:
 
 _POOL = "vllm"  # all groups take block ids from the same pool
 _UNSUPPORTED_SPECS = (HiddenStateCacheSpec, SinkFullAttentionSpec)
-_FP8 = {
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}
 
 
 @dataclass(frozen=True)
@@ -138,8 +133,9 @@ def cache_groups(
 
     `kv_caches` has each layer's tensor, by layer name. `kv_format` is the user's byte format, or None. If attention
     kernels use smaller blocks than vLLM, the kernels' blocks are registered. LayoutError if kvflow does not know how an
-    attention backend lays out its blocks.
+    attention backend lays out its blocks, ConfigError if the cache has a dtype that kvflow refuses.
     """
+    cache_dtype = cache_dtype_of(str(vllm_config.cache_config.cache_dtype))
     numbers = _layer_numbers(
         [name for group in groups for name in group.specs], vllm_config.model_config.get_total_num_hidden_layers()
     )
@@ -160,10 +156,12 @@ def cache_groups(
                 layer_indices=[numbers[name] for name in layers],
             )
         else:
-            caches = {name: _attention_view(name, cache, group, vllm_config) for name, cache in caches.items()}
+            caches = {
+                name: _attention_view(name, cache, group, vllm_config, cache_dtype) for name, cache in caches.items()
+            }
             layers, split = {**caches}, _split(caches, group)
             layout = [
-                _layout_of(same, backend, group.facts.block_size // split, vllm_config, kv_format, numbers)
+                _layout_of(same, backend, group.facts.block_size // split, vllm_config, kv_format, cache_dtype, numbers)
                 for backend, same in _by_layout(caches, vllm_config)
             ]
         found.append(
@@ -225,7 +223,9 @@ def _model_groups(group: Group, vllm_config: VllmConfig) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _attention_view(name: str, cache: torch.Tensor, group: Group, vllm_config: VllmConfig) -> torch.Tensor:
+def _attention_view(
+    name: str, cache: torch.Tensor, group: Group, vllm_config: VllmConfig, cache_dtype: CacheDtype
+) -> torch.Tensor:
     """Return a view of a layer's cache tensor with its real dtype and the shape that its attention backend uses.
 
     vLLM stores fp8 as uint8. LayoutError if the kernels' block size does not divide the group's.
@@ -237,8 +237,8 @@ def _attention_view(name: str, cache: torch.Tensor, group: Group, vllm_config: V
             f"layer {name!r}: a block has {counted(group.facts.block_size, 'token')}, and its kernels have blocks of "
             f"{cache.shape[-2]}, which do not divide it"
         )
-    dtype = _FP8.get(str(vllm_config.cache_config.cache_dtype)) if cache.dtype is torch.uint8 else None
-    return cache if dtype is None else cache.view(dtype)
+    stored_as_bytes = cache_dtype.values and cache.dtype is torch.uint8
+    return cache.view(getattr(torch, cache_dtype.values)) if stored_as_bytes else cache
 
 
 def _split(caches: Mapping[str, torch.Tensor], group: Group) -> int:
@@ -270,12 +270,15 @@ def _layout_of(
     block_size: int,
     vllm_config: VllmConfig,
     kv_format: str | None,
+    cache_dtype: CacheDtype,
     numbers: Mapping[str, int],
 ) -> CacheLayout:
     if kv_format is None and backend == "CPU_ATTN":
         kv_format = _cpu_format(caches, vllm_config)
-    elif kv_format is None:
-        kv_format = _quantized_format(backend, vllm_config)
+    elif kv_format is None and cache_dtype.kv_format != PLAIN:
+        # Layers in --kv-cache-dtype-skip-layers have values of the model's dtype.
+        in_bytes = next(iter(caches.values())).dtype in (torch.uint8, torch.int8)
+        kv_format = cache_dtype.kv_format if in_bytes else PLAIN
     return layout_for_backend(
         caches,
         backend=backend,
@@ -295,13 +298,3 @@ def _cpu_format(kv_caches: dict[str, torch.Tensor], vllm_config: VllmConfig) -> 
     found = {getattr(layer, "isa", None) for layer in layers.values()}
     formats = [name for row in rows_of("CPU_ATTN", vllm.__version__) for name in row.kv_formats]
     return next((name for name in formats if found == {name.rpartition("_")[2]}), None)
-
-
-def _quantized_format(backend: str, vllm_config: VllmConfig) -> str | None:
-    """Return the byte format of a quantized cache: vLLM's `cache_dtype`, for example "fp8_ds_mla".
-
-    None if the cache is not quantized, or if kvflow's table for `backend` has no such format.
-    """
-    cache_dtype = str(vllm_config.cache_config.cache_dtype)
-    known = {name for row in rows_of(backend, vllm.__version__) for name in (*row.kv_formats, *row.byte_formats)}
-    return cache_dtype if get_kv_quant_mode(cache_dtype).value and cache_dtype in known else None

@@ -5,6 +5,7 @@ Random engines of an in-process cluster, judged token by token, as `test_topolog
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Sequence
@@ -17,7 +18,8 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from kvflow import CacheGroup, CacheLayout, Config, LoadRequest, Runtime, ServeRequest, merge_tickets
-from kvflow.errors import RequestError
+from kvflow.attention_backends import layout_for_backend
+from kvflow.errors import LayoutError, RequestError
 from kvflow.runtime.memory import CopyDirection
 from kvflow.runtime.world import World
 from kvflow.testing import InprocCluster, run_virtual
@@ -195,6 +197,41 @@ async def test_scales_of_a_quantized_cache_are_layers_of_their_own() -> None:
             await lease
     for name, tensor in whole[0].items():
         assert torch.equal(tensor[:, [5, 0]], torch.cat([layers[name][:, [1, 2]] for layers, _ in parts], dim=3))
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+async def test_nvfp4_blocks_of_each_rank_arrive_as_they_are(heads: int) -> None:
+    """vLLM's FLASHINFER, on two ranks each: a head has two slots in a block, one for K and one for V."""
+    held = max(heads // 2, 1)
+
+    def cache(fill: int) -> dict[str, torch.Tensor]:
+        return {"layers.0": torch.full((6, 2 * held, 16, 72), fill, dtype=torch.uint8)}
+
+    cluster, config = InprocCluster(), replace(PATIENT, listen="tcp://127.0.0.1:0", tp_size=2, num_kv_heads=heads)
+    ranks = [replace(config, engine_id=name, tp_rank=rank) for name in ("prefill", "decode") for rank in range(2)]
+    caches = [cache(fill) for fill in range(4)]
+    async with contextlib.AsyncExitStack() as stack:
+        runtimes = [await stack.enter_async_context(Runtime(one, world=cluster.world())) for one in ranks]
+        for runtime, layers in zip(runtimes, caches, strict=True):
+            layout = layout_for_backend(
+                layers, backend="FLASHINFER", block_size=16, num_kv_heads=held, kv_format="nvfp4"
+            )
+            await runtime.register_kv_caches(layers, layout)
+        leases = [runtime.serve_blocks(ServeRequest("req", [1, 2], num_tokens=20)) for runtime in runtimes[:2]]
+        ticket = merge_tickets([lease.ticket for lease in leases])
+        for reader in runtimes[2:]:
+            await reader.load_blocks(LoadRequest("req", ticket, [5, 0]))
+    for rank in range(2):
+        assert [int(block[0, 0, 0]) for block in caches[2 + rank]["layers.0"]] == [rank, *[2 + rank] * 4, rank]
+
+
+async def test_a_rank_with_another_number_of_heads_than_its_share_is_not_registered() -> None:
+    """No engine could load from it."""
+    layers = {"layers.0": torch.zeros(2, 6, 16, 4, 8)}
+    config = replace(PATIENT, engine_id="e", listen="tcp://127.0.0.1:0", tp_size=2, num_kv_heads=4)
+    async with Runtime(config, world=InprocCluster().world()) as runtime:
+        with pytest.raises(LayoutError, match="num_kv_heads: 4 on each of 2 ranks, but the model has 4"):
+            await runtime.register_kv_caches(layers, CacheLayout.infer(layers, order="NHD", block_size=16))
 
 
 def split_groups(pool: torch.Tensor) -> list[CacheGroup]:

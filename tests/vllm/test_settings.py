@@ -7,11 +7,13 @@ import sys
 from collections import deque
 from collections.abc import Iterable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import pytest
 import torch
+import vllm
 from vllm.config import KVTransferConfig
+from vllm.config.cache import CacheDType
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import (
@@ -36,6 +38,7 @@ from kvflow.core.cache.regions import Device
 from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER
 from kvflow.errors import ConfigError, LayoutError, LeaseExpired
 from kvflow.vllm import extra_config, kv_cache_layout, stock_settings
+from kvflow.vllm.cache_dtypes import CACHE_DTYPES
 from kvflow.vllm.connector import KVFlowConnector, KVFlowIntroduction, KVFlowMetadata, KVFlowWorkerReport
 from kvflow.vllm.extra_config import config_of, extra_of, scheduling_of, warn_of_side_channel
 from kvflow.vllm.kv_cache_layout import Group, groups_of
@@ -539,3 +542,58 @@ def test_a_layer_has_one_number_whoever_else_is_there(whole: list[str], stages: 
 def test_layers_that_there_are_no_numbers_for_are_refused(names: list[str]) -> None:
     with pytest.raises(LayoutError, match=r"layer 'model\.layers\..*expected numbers below 1024, and 16"):
         kv_cache_layout._layer_numbers(names)
+
+
+# --- quantized caches
+
+
+def test_every_cache_dtype_of_vllms_is_in_the_table() -> None:
+    """A version that brings another one makes this fail: add a row, and try it or refuse it."""
+    installed = ".".join(vllm.__version__.split(".")[:2])
+    assert {row.name for row in CACHE_DTYPES.values() if row.since <= installed} == {*get_args(CacheDType)}
+
+
+@pytest.mark.parametrize("name", [*(row.name for row in CACHE_DTYPES.values() if not row.kv_format), "of a plug-in"])
+def test_blocks_that_are_not_moved_are_refused_at_the_start(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--kv-cache-dtype {name}: its blocks are not transferred; known: auto, fl"):
+        layouts_of({"layers.0.attn": torch.zeros(8, 2, 16, 40, dtype=torch.uint8)}, "TRITON_ATTN", name)
+
+
+def layouts_of(caches: dict[str, torch.Tensor], backend: str, cache_dtype: str) -> dict[str, tuple[str, str, int]]:
+    """Of each layer on one of two ranks: the format of its bytes, its dtype, and its KV heads."""
+    config = vllm_config()
+    config.model_config.get_total_num_hidden_layers = lambda: len(caches)
+    config.cache_config.cache_dtype = cache_dtype
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=16, dtype=torch.bfloat16)
+    group = Group(0, dict.fromkeys(caches, spec), GroupFacts(name="full", block_size=16), frees_blocks=False)
+    with pytest.MonkeyPatch.context() as patch:
+        backends = [SimpleNamespace(get_name=lambda: backend)]
+        patch.setattr(kv_cache_layout, "get_current_attn_backends", lambda *_: backends)
+        (found,) = kv_cache_layout.cache_groups(caches, [group], config, kv_format=None)
+    layouts = cast("list[CacheLayout]", found.layout)
+    return {name: (one.kv_format, one.dtype, one.kv_heads) for one in layouts for name in one.layer_names}
+
+
+BYTES, VALUES = torch.zeros(8, 2, 16, 40, dtype=torch.uint8), torch.zeros(8, 2, 16, 32, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("backend", "cache_dtype", "expected"),
+    [
+        ("TRITON_ATTN", "int8_per_token_head", ("int8_per_token_head", "uint8", 2)),
+        ("TRITON_ATTN", "fp8_e5m2", ("plain", "float8_e5m2", 2)),
+        ("FLASHINFER", "nvfp4", ("nvfp4", "uint8", 1)),
+        ("FLASHINFER", "nvfp4_4over6", ("nvfp4_4over6", "uint8", 1)),
+    ],
+)
+def test_layers_that_are_not_quantized_have_the_models_values(
+    backend: str, cache_dtype: str, expected: tuple[str, str, int]
+) -> None:
+    """`--kv-cache-dtype-skip-layers 1`."""
+    found = layouts_of({"layers.0.attn": BYTES, "layers.1.attn": VALUES}, backend, cache_dtype)
+    assert found == {"layers.0.attn": expected, "layers.1.attn": ("plain", "bfloat16", 2)}
+
+
+def test_bytes_in_a_format_that_their_backend_does_not_have_are_refused() -> None:
+    with pytest.raises(LayoutError, match="FLASH_ATTN: kv_format is 'nvfp4', expected one of"):
+        layouts_of({"layers.0.attn": BYTES}, "FLASH_ATTN", "nvfp4")

@@ -41,6 +41,9 @@ _FORMATS_OF_WHOLE_HEADS = frozenset(
     ["diffkv", "rocm_x_packed", *(f"{kind}_{isa}" for kind in ("cpu", "cpu_fused") for isa in CPU_ISAS)]
 )
 
+# vLLM's FLASHINFER: a block holds K of all heads, then V of all heads, each with its values apart from their scales.
+_FORMATS_WITH_SLOTS_OF_K_AND_V = frozenset(["nvfp4", "nvfp4_4over6"])
+
 
 class KVStyle(enum.StrEnum):
     """How a layer holds K and V: stacked in one tensor, in two tensors, fused in the last axis, or as latent vectors.
@@ -105,7 +108,7 @@ class CacheLayout:
     block_size: Size
     """Tokens per block."""
     num_kv_heads: Size
-    """KV heads of this rank; 1 for MLA."""
+    """Size of the axis of heads; 1 for MLA. `kv_heads` says how many KV heads these are."""
     head_size: Size
     """Number of elements on the last axis: of one head; of one head's K and V (FUSED); of one latent vector (MLA)."""
 
@@ -118,6 +121,18 @@ class CacheLayout:
             )
         for name in ("order", "memory_order"):
             _order(getattr(self, name), name)
+        if self.num_kv_heads % self._slots_of_head:
+            raise LayoutError(f"num_kv_heads: {self.kv_format} has two slots for each head, got {self.num_kv_heads}")
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of KV heads of this rank; 1 for MLA."""
+        return self.num_kv_heads // self._slots_of_head
+
+    @property
+    def _slots_of_head(self) -> int:
+        """Number of slots of a KV head on the axis of heads: 2 if K and V have slots of their own, else 1."""
+        return 2 if self.style is KVStyle.FUSED and self.kv_format in _FORMATS_WITH_SLOTS_OF_K_AND_V else 1
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -137,8 +152,8 @@ class CacheLayout:
     @property
     def block_shape(self) -> BlockShape:
         """Where the tokens and heads of a block lie within a region."""
-        run = self.head_size * self.itemsize
-        tokens, heads = self.block_size, self.num_kv_heads
+        run = self.head_size * self.itemsize * self._slots_of_head
+        tokens, heads = self.block_size, self.kv_heads
         token_stride, head_stride = (heads * run, run) if self.memory_order == "NHD" else (run, tokens * run)
         return BlockShape(tokens, heads, run, token_stride, head_stride)
 

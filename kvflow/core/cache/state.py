@@ -218,7 +218,7 @@ class StatePart:
         return self.layout.num_slots
 
     @property
-    def num_kv_heads(self) -> int:
+    def kv_heads(self) -> int:
         """Number of the segment's units on this rank. The planner treats units as heads."""
         return self.segment.units
 

@@ -38,6 +38,7 @@ from kvflow.core.bounds import Count, Fact, Layers, RankCount, RankIndex, Size
 from kvflow.core.cache.layout import PLAIN, CacheLayout
 from kvflow.core.cache.state import StatePart
 from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER
+from kvflow.errors import LayoutError
 
 
 class Rank(NamedTuple):
@@ -140,7 +141,7 @@ def cache_share_of(
         pp_rank=config.pp_rank,
         pp_size=config.pp_size,
         layers=layout.layer_indices,
-        kv_heads=layout.num_kv_heads,
+        kv_heads=layout.kv_heads,
         model_kv_heads=model_kv_heads or 0,
         latent=layout.latent,
         block_size=layout.block_size,
@@ -149,6 +150,23 @@ def cache_share_of(
         group=group,
         part=layout.name if isinstance(layout, StatePart) else "",
     )
+
+
+def check_heads(shares: Sequence[CacheShare]) -> None:
+    """Raise LayoutError if the rank with `shares` has another number of KV heads than the model's divided by `tp_size`.
+
+    With such a rank every load would be refused. Layers of a draft model, which a load may leave out, are not checked.
+    """
+    for share in model_shares(shares):
+        heads = share.model_kv_heads
+        if heads and not share.latent and not _holds(share, heads):
+            ranks = counted(share.tp_size, "rank")
+            raise LayoutError(f"{_heads_word(share)}: {share.kv_heads} on each of {ranks}, but the model has {heads}")
+
+
+def _holds(share: CacheShare, heads: int) -> bool:
+    """Return True if each rank of an engine with `heads` KV heads in its model has as many of them as `share` says."""
+    return _divides(share.tp_size, heads) and share.kv_heads == max(heads // share.tp_size, 1)
 
 
 def model_shares(shares: Sequence[CacheShare]) -> Sequence[CacheShare]:
@@ -297,7 +315,7 @@ def _head_difference(ours: CacheShare, theirs: CacheShare) -> str:
     if ours.model_kv_heads and theirs.model_kv_heads and ours.model_kv_heads != theirs.model_kv_heads:
         return f"model's {_heads_word(ours)}: ours {ours.model_kv_heads}, theirs {theirs.model_kv_heads}"
     heads = kv_heads_of_model(ours, theirs)
-    if all(_divides(side.tp_size, heads) and side.kv_heads == max(heads // side.tp_size, 1) for side in (ours, theirs)):
+    if _holds(ours, heads) and _holds(theirs, heads):
         return ""
     ours_text, theirs_text = (f"{side.kv_heads} on each of {counted(side.tp_size, 'rank')}" for side in (ours, theirs))
     of_model = f", where one side says that the model has {heads}" if ours_text == theirs_text else ""
