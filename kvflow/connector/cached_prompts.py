@@ -75,6 +75,15 @@ class CachedPrompts:
         if self._key_of.pop(block_id, None) is not None:
             self._reused.append(block_id)
 
+    def withdraw_all(self) -> None:
+        """With the next report, take all blocks back, also later ones of the present requests: peers find none of them.
+
+        Call this when the blocks no longer hold what their keys say, for example after other weights were loaded.
+        """
+        self._prompts.clear()
+        self._reused += self._key_of
+        self._key_of.clear()
+
     def build_step(
         self, step: Step, scheduled: Mapping[str, int], *, preempted: Iterable[str], block_ids: GroupTablesOf
     ) -> None:

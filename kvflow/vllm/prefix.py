@@ -19,6 +19,7 @@ from kvflow.connector.prefix_questions import PrefixQuestions, source_in
 from kvflow.connector.scheduler import SchedulingConfig
 from kvflow.connector.step import Step
 from kvflow.core.cache.groups import GroupKind
+from kvflow.core.policy.bounded_map import BoundedMap
 from kvflow.errors import ConfigError, RequestError
 from kvflow.hosts import plain_address
 from kvflow.logs import logger_of
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logger_of("vllm.kvflow")
+
+_ADAPTERS_MAX = 1 << 14
+_RELOADED = 0  # no id of vLLM's
 
 
 def sharing_obstacle(groups: Sequence[Group], kv_cache_config: KVCacheConfig) -> str:
@@ -106,6 +110,9 @@ class RequestPrefixes:
         self._shares_prefixes = extra.share_prefixes and not why
         self._cached_prompts: CachedPrompts | None = None
         self._pulls_prefixes = extra.pulls_prefixes and not why
+        self._adapter_ids = BoundedMap[tuple[str, str], int](_ADAPTERS_MAX)
+        """By adapter (name and path), vLLM's id of the adapter in its first request; `_RELOADED` once it was reloaded.
+        """
         self.questions = PrefixQuestions(
             known_peers(extra),
             block_tokens=self._block_tokens,
@@ -141,7 +148,7 @@ class RequestPrefixes:
         """Add a new request. If it has no ticket from a prefill engine, let it ask peers for a prefix of the prompt."""
         params = request.kv_transfer_params
         asks = self._pulls_prefixes and not self._scheduling.takes(params or {})
-        if self._cached_prompts is None and not asks:
+        if (self._cached_prompts is None and not asks) or self._has_reloaded_adapter(request):
             return
         keys = self._keys(request, request.num_prompt_tokens)
         if self._cached_prompts is not None:
@@ -154,6 +161,29 @@ class RequestPrefixes:
                 return
             most = (request.num_prompt_tokens - 1) // self._block_tokens
             self.questions.add(request.request_id, keys[:most], source)
+
+    def _has_reloaded_adapter(self, request: Request) -> bool:
+        """Return True if vLLM has loaded the adapter of `request` more than once under the same name and path.
+
+        Keys of prefixes have name and path, so they cannot tell the new weights from the old. At the first such request
+        all shared prefixes are withdrawn.
+        """
+        if (adapter := request.lora_request) is None:
+            return False
+        place = adapter.lora_name, adapter.lora_path
+        known = self._adapter_ids.setdefault(place, adapter.lora_int_id)
+        if known == adapter.lora_int_id and not adapter.load_inplace:
+            return False
+        if known != _RELOADED:
+            self._adapter_ids[place] = _RELOADED
+            if self._cached_prompts is not None:
+                self._cached_prompts.withdraw_all()
+            logger.warning(
+                "adapter %r was loaded again from %r: its prefixes are no longer shared or pulled, since "
+                "their keys do not tell its weights from the old ones. Load changed weights from another path",
+                *place,
+            )
+        return True
 
     def _keys(self, request: Request, num_tokens: int) -> list[bytes]:
         tokens = tokens_of(request, num_tokens, picture_ids_from_content=self._picture_ids_from_content)

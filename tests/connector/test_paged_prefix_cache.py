@@ -284,6 +284,24 @@ def test_what_an_answer_has_filled_is_not_told_of_blocks_that_are_gone_by_then(g
     assert found(reports.prefix_cache, [7] * 6) == (4, (9,))
 
 
+def test_all_is_withdrawn_at_once_also_what_present_requests_go_on_to_compute() -> None:
+    """As for new weights. A later request makes its blocks known again."""
+    reports = Reported()
+    end_with_answer(reports)
+    reports.cached_prompts.add("running", prefix_keys(PROMPT[:16], SIZE))
+    reports.step(("running", 4), blocks=[[5]])
+    reports.cached_prompts.withdraw_all()
+    assert reports.cached_prompts.must_report, "an idle engine makes a step for it"
+    step = reports.step(("running", 16), blocks=[[5, 6, 7, 8]])
+    assert (sorted(step.reused), step.cached_blocks) == ([1, 2, 3, 4, 5], [])
+    assert found(reports.prefix_cache, PROMPT) is None
+    reports.cached_prompts.note_reused(1)
+    assert reports.step().reused == ()
+    end_with_answer(reports, "later")
+    reports.step()
+    assert found(reports.prefix_cache, PROMPT) == (16, (1, 2, 3, 4))
+
+
 def test_nothing_of_before_a_reset_is_told_after_it() -> None:
     """A reset gives all blocks away at once, also those of an answer that no step has told yet."""
     reports = Reported()

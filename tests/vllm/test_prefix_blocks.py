@@ -14,6 +14,7 @@ import pytest
 import torch
 from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -34,6 +35,7 @@ from kvflow.connector.scheduler import PagedGroup
 from kvflow.prefix.keys import prefix_keys
 from kvflow.prefix.prefix_cache import PinnedPrefix
 from kvflow.vllm.connector import KVFlowConnector, KVFlowMetadata
+from kvflow.vllm.engine_requests import tokens_of as marked_tokens
 from tests.vllm.servers import KVFLOW, MODELS, NAME
 
 BLOCK_SIZE, CHUNK, WINDOW = 16, 48, 40
@@ -93,9 +95,10 @@ class Engine:
     def pool(self) -> Any:
         return self.scheduler.kv_cache_manager.block_pool
 
-    def add(self, name: str, prompt: list[int], answer: int) -> None:
+    def add(self, name: str, prompt: list[int], answer: int, adapter: LoRARequest | None = None) -> None:
         sampling = SamplingParams(max_tokens=answer, ignore_eos=True)
-        self.scheduler.add_request(Request(name, prompt, sampling, None, block_hasher=self.hasher))
+        request = Request(name, prompt, sampling, None, lora_request=adapter, block_hasher=self.hasher)
+        self.scheduler.add_request(request)
         self.prompts.append([*prompt, *[ANSWER] * answer])
 
     def abort(self, name: str) -> None:
@@ -273,6 +276,34 @@ def test_a_reset_leaves_nothing_in_the_prefix_cache_and_takes_one_step_of_an_idl
         assert engine.steps == steps + 1
         assert engine.revoked == 1
         assert engine.ask(prompt) is None
+
+
+@pytest.mark.parametrize(
+    "again",
+    [LoRARequest("one", 1, "/one", load_inplace=True), LoRARequest("one", 2, "/one")],
+    ids=["loaded in place", "unloaded and loaded"],
+)
+def test_prefixes_of_an_adapter_that_was_loaded_again_are_withdrawn_and_not_shared_again(again: LoRARequest) -> None:
+    """Their keys are those of the old weights. All others are shared again when they are next computed or found."""
+    rng, first = random.Random(5), LoRARequest("one", 1, "/one")
+    with engine_of(config_of(), 64) as engine:
+        prompt, other = tokens_of(rng, 100), tokens_of(rng, 100)
+        request = Request("any", prompt, SamplingParams(), None, lora_request=first)
+        keys = prefix_keys(marked_tokens(request, 100, picture_ids_from_content=True) or [], BLOCK_SIZE)
+        engine.add("before", prompt, 1, first)
+        engine.add("running", prompt, 40, first)
+        engine.step()
+        engine.step()
+        found = engine.prefix_cache.match(keys, BLOCK_SIZE)
+        assert found is not None
+        for name, adapter in (("after", again), ("later", again), ("old flag", first)):
+            engine.add(name, prompt, 1, adapter)
+            run_all(engine)
+            assert engine.prefix_cache.match(keys, BLOCK_SIZE) is None
+        assert engine.revoked == 1
+        engine.add("other", other, 1)
+        run_all(engine)
+        assert engine.ask(other) is not None
 
 
 def test_readers_change_nothing_for_the_engine_s_own_requests() -> None:
