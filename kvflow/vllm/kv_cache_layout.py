@@ -276,9 +276,9 @@ def _layout_of(
     if kv_format is None and backend == "CPU_ATTN":
         kv_format = _cpu_format(caches, vllm_config)
     elif kv_format is None and cache_dtype.kv_format != PLAIN:
-        # Layers in --kv-cache-dtype-skip-layers have values of the model's dtype.
+        # Layers in --kv-cache-dtype-skip-layers have values of the model's dtype, not bytes.
         in_bytes = next(iter(caches.values())).dtype in (torch.uint8, torch.int8)
-        kv_format = cache_dtype.kv_format if in_bytes else PLAIN
+        kv_format = cache_dtype.kv_format if in_bytes else None
     return layout_for_backend(
         caches,
         backend=backend,
