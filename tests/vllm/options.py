@@ -18,9 +18,9 @@ HANDLED = {
     "cache_config": {
         "block_size": "test_settings.py::test_groups_and_their_windows",
         "kv_cache_layout": "test_options.py::test_the_layout_of_the_cache_is_the_one_that_ranks_can_divide",
-        "cache_dtype": "test_prefix.py::test_a_peer_whose_blocks_do_not_fit_is_of_no_use_and_does_no_harm",
+        "cache_dtype": "test_settings.py::test_every_cache_dtype_of_vllms_is_in_the_table",
         "enable_prefix_caching": "test_hand_over.py::test_a_cached_prefix_is_not_received_again",
-        "kv_cache_dtype_skip_layers": "test_prefix.py::test_other_caches",
+        "kv_cache_dtype_skip_layers": "test_settings.py::test_layers_that_are_not_quantized_have_the_models_values",
         "mamba_page_size_padded": "test_state.py::test_tensors_of_a_slot_are_where_vllm_has_them",
         "mamba_block_size": "test_settings.py::test_groups_and_their_windows",
         "mamba_cache_dtype": "test_state.py::test_tensors_of_a_slot_are_where_vllm_has_them",
