@@ -131,8 +131,8 @@ class Producer:
         for heard in (self._wire.unknown, self._wire.beats, self._wire.asked):
             del heard[:]
         errors = [*self.homes.errors, *self._wire_cache.errors]
-        if self._wire.died is not None:
-            errors.append(f"a stock producer would have died: {self._wire.died!r}")
+        if self._wire.unexpected is not None:
+            errors.append(f"a stock producer does not expect it: {self._wire.unexpected!r}")
         self.homes.errors.clear()
         self._wire_cache.errors.clear()
         return errors
