@@ -19,7 +19,7 @@ below: this differs from error to error, so read it from the error; the class ha
     |  `- RuntimeClosed          engine   retry          ask       the owner has closed this runtime
     |- PeerError                 peer     do not retry   safe      another engine or the network failed; see `peer`
     |  |- PeerUnreachable        peer     retry          safe      the peer gave no answer, or failed shortly before
-    |  |- PeerNotReady           peer     retry          safe      the peer has no cache yet, or drains
+    |  |- PeerNotReady           peer     retry          safe      the peer has no cache yet, drains, or is busy
     |  |- PeerRefused            peer     do not retry   safe      the peer refused, and said why
     |  |- PeerIncompatible       peer     do not retry   safe      protocol or cache do not match; lists both values
     |  `- ProtocolError          peer     do not retry   safe      the answer is not a kvflow message
@@ -349,9 +349,9 @@ class PeerUnreachable(PeerError):
 
 
 class PeerNotReady(PeerError):
-    """The peer runs, but has no cache yet, or refuses new readers.
+    """The peer runs, but has no cache yet, refuses new readers, or is asked too often.
 
-    Use another peer, or retry soon: this peer is starting, sleeping (its cache is unregistered) or draining.
+    Use another peer, or retry soon: this peer is starting, sleeping (its cache is unregistered), draining or busy.
     """
 
     retryable = True

@@ -134,7 +134,7 @@ class Limits:
 
     side_channel_requests_per_s_max: Size = 1000
     """Maximum number of side-channel requests per second from one peer, which is an engine if CURVE is used, else an IP
-    address. Further requests get no answer.
+    address. Readers are told when to ask further requests again. Ten times as many get no answer.
     """
     side_channel_connections_max: Size = 2048
     """Maximum number of connections to this rank's side channel at the same time. If there is one more, the rank drops

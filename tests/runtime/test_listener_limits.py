@@ -11,11 +11,12 @@ from dataclasses import replace
 import pytest
 import zmq
 import zmq.asyncio
-from side_channels import PLAIN, REQUEST, ask, assert_answers, listening, seen
-from tests_support import WAIT_S, limited
+from log_lines import Written
+from side_channels import ANSWER, PLAIN, REQUEST, ask, assert_answers, listening, seen
+from tests_support import WAIT_S, limited, until
 
 from kvflow.core.protocol import codec, messages
-from kvflow.errors import PeerUnreachable
+from kvflow.errors import PeerNotReady, PeerUnreachable
 from kvflow.runtime.channel.listening import REQUEST_BYTES_MAX, ZmqListener
 from kvflow.testing import ManualClock
 
@@ -162,3 +163,50 @@ async def test_who_never_finishes_the_handshake_is_dropped() -> None:
         async with asyncio.timeout(WAIT_S):
             await reader.read()
         await seen(listener, connections=0)
+
+
+async def test_a_burst_of_questions_is_answered_later_and_the_producer_says_so(written: Written) -> None:
+    """More than the limit at once, from one address, as behind a NAT: readers ask again by themselves."""
+    config, clock = limited(PLAIN, side_channel_requests_per_s_max=50), ManualClock()
+    async with listening(config, clock) as listener, asyncio.TaskGroup() as group:
+        asked = [group.create_task(ask(listener)) for _ in range(80)]
+        await until(lambda: listener.statistics.over_rate >= 30)
+        while not all(task.done() for task in asked):
+            clock.advance(0.02)
+            await asyncio.sleep(0)
+    assert [task.result() for task in asked] == [ANSWER] * 80
+    assert listener.statistics.answered == 80
+    (line,) = (text for text in written.texts if "readers ask again later" in text)
+    assert "WARNING" in line
+    assert "more than 50 requests a second from 127.0.0.1" in line
+
+
+async def test_busy_answers_of_a_burst_name_one_time_after_the_other_and_have_a_bound() -> None:
+    config = limited(PLAIN, side_channel_requests_per_s_max=2)
+    async with listening(config) as listener, dealer(listener) as one:
+        pauses: list[float] = []
+        for number in range(2 + 20 + 3):
+            await one.send_multipart(QUESTION)
+            await seen(listener, answered=min(number + 1, 2), over_rate=max(number - 1, 0))
+            if number < 2:
+                await one.recv_multipart()
+            elif number < 22:
+                _, body = await one.recv_multipart()
+                reply = codec.decode_reply(body)
+                assert isinstance(reply, messages.Refusal)
+                assert reply.transient, "readers of older versions may try again, too"
+                pauses.append(reply.retry_after_s)
+        assert pauses == pytest.approx([(number + 1) / 2 for number in range(20)])
+        with pytest.raises(zmq.Again):
+            await one.recv_multipart(zmq.NOBLOCK)
+
+
+async def test_a_question_whose_turn_is_after_its_time_says_that_the_peer_is_busy() -> None:
+    config = limited(replace(PLAIN, handshake_timeout_s=5.0), side_channel_requests_per_s_max=1)
+    async with listening(config) as listener, dealer(listener) as one:
+        for _ in range(7):
+            await one.send_multipart(QUESTION)
+        await seen(listener, answered=1, over_rate=6)
+        with pytest.raises(PeerNotReady, match="more than 1 a second are asked") as caught:
+            await ask(listener, config=config)
+        assert caught.value.retry_after_s == pytest.approx(7.0)

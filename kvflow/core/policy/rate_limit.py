@@ -23,9 +23,13 @@ class RateLimiter:
 
     def allows(self, peer: str, now_s: float) -> bool:
         """Take a token from the bucket of `peer`. Return False if the bucket is empty: the request must be refused."""
+        return self.take(peer, now_s) is not None
+
+    def take(self, peer: str, now_s: float) -> float | None:
+        """Take a token from the bucket of `peer`. Return how many are missing in it then; None if it is empty."""
         full = float(self._requests_per_s)
         tokens, counted_s = self._buckets.get(peer, (full, now_s))
         tokens = min(full, tokens + max(now_s - counted_s, 0.0) * self._requests_per_s)
         allowed = tokens >= 1 - _ROUNDING
         self._buckets[peer] = (tokens - allowed, now_s)
-        return allowed
+        return full - tokens + 1 if allowed else None

@@ -13,7 +13,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from kvflow.checks import hides_secrets
+from kvflow.checks import SECONDS_MAX, hides_secrets
 from kvflow.core.bounds import (
     BlockIds,
     Count,
@@ -283,6 +283,8 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
     version: Count
     transient: bool = False
     """True if the rank may answer the question later, for example because it has no cache yet."""
+    retry_after_s: Annotated[float, Meta(ge=0, le=SECONDS_MAX)] = 0.0
+    """Seconds after which to ask again, because the rank is asked too often; 0 for another reason."""
     compatibility: Compatibility | None = None
     cache_shares: CacheShares = ()
     listens: Address | None = None

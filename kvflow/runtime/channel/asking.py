@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING
 
 import zmq
 
+from kvflow.checks import printable
 from kvflow.config import Config
+from kvflow.core.bounds import REASON_CHARS_MAX
 from kvflow.core.policy.circuit import BackOff, delay_s
 from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.addresses import Address
-from kvflow.errors import ConfigError, PeerError, PeerRefused, PeerUnreachable, ProtocolError
+from kvflow.errors import ConfigError, PeerError, PeerNotReady, PeerRefused, PeerUnreachable, ProtocolError
 from kvflow.hosts import WILDCARDS, address_at, loopback_hint, split_address
 from kvflow.runtime.channel.connections import Connections, ListenerRoute
 from kvflow.runtime.channel.listening import ZmqListener
@@ -75,9 +77,13 @@ class ZmqSideChannel:
         if timeout_s is None:
             timeout_s = self._config.handshake_timeout_s
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) as bound:
                 route = await self._route_to(at)
-                return _decode(at, await self._exchange(route, request, fingerprint))
+                while True:
+                    reply = _decode(at, await self._exchange(route, request, fingerprint))
+                    if not isinstance(reply, messages.Refusal) or not reply.retry_after_s:
+                        return reply
+                    await _wait_until_asked_again(at, reply, bound)
         except TimeoutError:
             raise at.failure(PeerUnreachable, f"no answer within {timeout_s} s: {_NO_ANSWER_HINT}") from None
         except (zmq.ZMQError, OSError) as error:  # for example too few open files
@@ -146,7 +152,7 @@ class ZmqSideChannel:
         attempts = refusals = 0
         while not isinstance(outcome, list):
             if attempts:
-                await asyncio.sleep(delay_s(attempts, RETRY_PAUSES, random.random()))
+                await _pause(delay_s(attempts, RETRY_PAUSES, random.random()))
             with self._connections.open_question(self._connections.open(route), fingerprint, body) as question:
                 outcome = await question.arrivals.get()
                 while outcome == zmq.Event.CONNECT_RETRIED:
@@ -158,6 +164,19 @@ class ZmqSideChannel:
             if isinstance(outcome, zmq.Event) and (outcome not in _CLOSED_BY_PEER or attempts == ATTEMPTS_MAX):
                 raise _connection_error(outcome, at, self._config.engine_id, curve=route.own_keys is not None)
         return outcome
+
+
+async def _wait_until_asked_again(at: Address, busy: messages.Refusal, bound: asyncio.Timeout) -> None:
+    """Wait as long as the rank at `at` has said in `busy`. PeerNotReady if that is beyond `bound`."""
+    pause_s, until_s = max(busy.retry_after_s, RETRY_PAUSES.first_s), bound.when()
+    if until_s is not None and asyncio.get_running_loop().time() + pause_s >= until_s:
+        why = f"refused: {printable(busy.reason, REASON_CHARS_MAX)}; it may be asked again in {pause_s:.3g} s"
+        raise at.failure(PeerNotReady, why, retry_after_s=pause_s)
+    await _pause(pause_s)
+
+
+async def _pause(seconds: float) -> None:
+    await asyncio.sleep(seconds)
 
 
 def _connection_error(event: zmq.Event, at: Address, ours: str, *, curve: bool) -> PeerError:

@@ -30,8 +30,9 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from kvflow import forks
-from kvflow.checks import counted
+from kvflow.checks import counted, try_call
 from kvflow.config import Config
+from kvflow.core.policy.bounded_map import BoundedMap
 from kvflow.core.policy.rate_limit import RateLimiter
 from kvflow.core.protocol import codec, messages
 from kvflow.errors import ConfigError
@@ -52,6 +53,7 @@ REQUEST_BYTES_MAX = 64 << 10
 _ANSWERS_WAITING_MAX = 2 * QUESTIONS_MAX
 _HEADER_BYTES_MAX = 256
 _RATED_PEERS_MAX = 1 << 10
+_BUSY_PER_REQUEST = 10  # of each request that may be answered: so many more are answered "busy", which costs less
 _LOG_LINES_PER_S = 10
 _C_INT_MAX = (1 << 31) - 1
 _KEY_PROPERTY = "User-Id"  # set by `_answer_key_requests`: the key in hexadecimal
@@ -86,7 +88,10 @@ class ZmqListener:
         self._now_s = now_s
         per_s = config.limits.side_channel_requests_per_s_max
         self._answer_bytes_max = answer_bytes_max(config.limits)
+        self._requests_per_s = per_s
         self._rates = RateLimiter(requests_per_s=per_s, peers_max=_RATED_PEERS_MAX)
+        self._busy = RateLimiter(requests_per_s=_BUSY_PER_REQUEST * per_s, peers_max=_RATED_PEERS_MAX)
+        self._warned_peers: BoundedMap[str, None] = BoundedMap(_RATED_PEERS_MAX)
         self._log_lines = RateLimiter(requests_per_s=_LOG_LINES_PER_S, peers_max=1)
         self._counts = dict.fromkeys(("answered", "refused", "dropped", "over_rate", "rejected", "recycled"), 0)
         self._connections = 0
@@ -187,7 +192,7 @@ class ZmqListener:
             self._count_dropped("its connection names no peer: the ZeroMQ of the peer is too old")
             return
         if not self._rates.allows(peer, self._now_s()):
-            self._counts["over_rate"] += 1
+            self._answer_busy(peer, frames)
             return
         if len(frames) != 3 or len(frames[1]) > _HEADER_BYTES_MAX:
             self._count_dropped(f"expected 3 frames with a short header, got {counted(len(frames), 'frame')}")
@@ -212,6 +217,33 @@ class ZmqListener:
             reply.add_done_callback(partial(self._send_when_done, sender, header))
         else:
             self._send(sender, header, reply)
+
+    def _answer_busy(self, peer: str, frames: Sequence[zmq.Frame]) -> None:
+        """Count a message of `peer` above the rate. If it is a question, tell the reader when to ask again.
+
+        Answers of one burst name one time after the other, at the rate. No answer if `peer` asks even more often.
+        """
+        if peer not in self._warned_peers:
+            self._warned_peers[peer] = None
+            logger.warning(
+                "side channel at %s: more than %s a second from %s; readers ask again later "
+                "(limits.side_channel_requests_per_s_max)",
+                *(self._endpoint, counted(self._requests_per_s, "request"), peer),
+            )
+        waiting = self._busy.take(peer, self._now_s())
+        header = None
+        if waiting is not None and len(frames) == 3 and len(frames[1]) <= _HEADER_BYTES_MAX:
+            header = try_call(partial(codec.decode_header, frames[1].bytes))
+        if waiting is None or header is None:
+            self._counts["over_rate"] += 1
+            return
+        reply = refusal(
+            f"more than {self._requests_per_s} a second are asked (limits.side_channel_requests_per_s_max)",
+            transient=True,
+            retry_after_s=waiting / self._requests_per_s,
+        )
+        answer = codec.encode_frames(codec.our_header(b"", header.question), reply)
+        self._send_frames([frames[0].bytes, *answer], "over_rate")
 
     def _send_when_done(self, sender: bytes, asked: codec.Header, reply: asyncio.Future[messages.Reply]) -> None:
         """Callback of `reply`: send the result to `sender`, unless the future was cancelled or the socket is closed.
@@ -254,7 +286,7 @@ class ZmqListener:
         self._send_frames([sender, b"", *frames], "answered")
 
     def _send_frames(self, frames: list[bytes], outcome: str) -> None:
-        """Send the frames of an answer, and increment the counter that `outcome` names: "answered" or "refused".
+        """Send the frames of an answer, and increment the counter that `outcome` names, such as "answered".
 
         If the queue of answers to the reader is full, drop the answer, and increment the counter "dropped" instead.
         """

@@ -23,10 +23,12 @@ A function that returns futures must bound their number and complete each.
 Answer: TypeAlias = Callable[[codec.Header, messages.Request], Answered]
 
 
-def refusal(reason: str, *, transient: bool = False) -> messages.Refusal:
+def refusal(reason: str, *, transient: bool = False, retry_after_s: float = 0.0) -> messages.Refusal:
     """Return a refusal that says `reason`. `transient`: the peer may ask the same question later."""
     why = printable(reason, REASON_CHARS_MAX - 3)
-    return messages.Refusal(reason=why, version=codec.PROTOCOL_VERSION, transient=transient)
+    return messages.Refusal(
+        reason=why, version=codec.PROTOCOL_VERSION, transient=transient, retry_after_s=retry_after_s
+    )
 
 
 AnswerStock: TypeAlias = Callable[[bytes], "list[bytes] | None"]
@@ -49,7 +51,7 @@ class ListenerStatistics:
     """Number of messages without an answer, because they could not be decoded, or because the queue of answers to the
     peer was full."""
     over_rate: int = 0
-    """Number of messages without an answer, because the peer asked too often."""
+    """Number of messages that were answered "busy", or not at all, because the peer asked too often."""
     rejected: int = 0
     """Number of connections that failed in their handshake: the client's key is not in the allowlist, or the client is
     no kvflow peer."""
