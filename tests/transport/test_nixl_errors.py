@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import ModuleType
 
 import pytest
@@ -15,6 +17,15 @@ from tests.support.tests_support import each
 def bindings() -> ModuleType:
     pytest.importorskip("nixl._bindings")
     return import_bindings()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_loading_nixl_leaves_logging_as_the_process_has_it(before: bool, bindings: ModuleType) -> None:
+    """In another process: here it is loaded already."""
+    load = f"import logging; logging.raiseExceptions = {before}; import kvflow.transport.nixl.native as native; "
+    shown = "native.import_bindings(); print(logging.raiseExceptions)"
+    done = subprocess.run([sys.executable, "-c", load + shown], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(before)]
 
 
 def test_a_broken_connection_is_said_in_words(bindings: ModuleType) -> None:

@@ -12,6 +12,7 @@ import ctypes
 import fcntl
 import functools
 import importlib
+import logging
 import mmap
 import os
 from collections.abc import Mapping
@@ -177,6 +178,7 @@ def load_verbs() -> bool:
 def import_bindings() -> ModuleType:
     """Import and return NIXL's Python bindings. Raises ConfigError if they are not installed or do not load."""
     load_verbs()
+    reports_errors = logging.raiseExceptions
     try:
         return importlib.import_module("nixl._bindings")
     except ImportError as error:
@@ -184,6 +186,8 @@ def import_bindings() -> ModuleType:
             "transport 'nixl' needs the nixl package, which is not installed or does not load: "
             f"pip install nixl ({error})"
         ) from error
+    finally:  # importing nixl 1.5.1 sets it to False, and all loggers of the process lose their errors without a word
+        logging.raiseExceptions = reports_errors
 
 
 def error_types(bindings: ModuleType) -> tuple[type[Exception], ...]:
