@@ -4,13 +4,17 @@ A batch is msgpack: an array of time, events and data parallel rank. An event is
 (vLLM since 0.26, SGLang since 0.5.23), or an array that begins with the class name (earlier versions). In vLLM index 7
 of the array is the name of an adapter; in SGLang 0.5.18 to 0.5.22 it is a map of further fields by name.
 
-Missing fields get their defaults. Unknown keys, array entries and events are skipped. The cost of decoding a batch is
-bounded by its size in bytes and by the limits below, which are checked before the entries are decoded.
+With EAGLE or MTP, SGLang's events have pairs of neighbouring tokens in place of tokens; each pair is read as its first.
+
+Missing fields get their defaults. Unknown keys, array entries and events are skipped; an event of a known type that
+cannot be read is reported. The cost of decoding a batch is bounded by its size in bytes and by the limits below, which
+are checked before the entries are decoded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
@@ -61,6 +65,12 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Cache salt of the request; only SGLang sends it."""
 
 
+class _BlockOfPairs(BlockStored, frozen=True, kw_only=True, tag="BlockStored"):
+    token_ids: Annotated[  # type: ignore[assignment]
+        list[tuple[int, int]], Meta(max_length=BLOCK_TOKENS_MAX)
+    ]
+
+
 class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Event: a prefix cache has removed blocks of one group of layers from one kind of memory."""
 
@@ -88,9 +98,15 @@ class _Batch(msgspec.Struct, frozen=True, array_like=True):
     data_parallel_rank: int | None = None
 
 
+class _Tagged(msgspec.Struct, frozen=True):
+    type: str
+
+
 _EVENT_TYPES = {kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
 _batch_decoder = msgspec.msgpack.Decoder(_Batch)
 _event_decoder = msgspec.msgpack.Decoder(KVEvent)
+_pairs_decoder = msgspec.msgpack.Decoder(_BlockOfPairs)
+_tag_decoder = msgspec.msgpack.Decoder(_Tagged)
 _array_decoder = msgspec.msgpack.Decoder(
     Annotated[list[msgspec.Raw], Meta(min_length=1, max_length=_ARRAY_ENTRIES_MAX)]
 )
@@ -99,15 +115,19 @@ _lora_name_decoder = msgspec.msgpack.Decoder(str | dict[str, msgspec.Raw] | None
 _MALFORMED = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 
-def decode_batch(payload: bytes, *, peer: str = "") -> Iterator[KVEvent]:
+def decode_batch(
+    payload: bytes, *, peer: str = "", on_unreadable: Callable[[str], None] = lambda _: None
+) -> Iterator[KVEvent]:
     """Decode a batch. Events are decoded one by one, while the result is iterated over.
 
     Args:
         payload: bytes of the batch: the last frame of a ZeroMQ message.
         peer: name of the sender, for the error message.
+        on_unreadable: called with the reason for each event of a known type that cannot be read.
 
     Returns:
-        An iterator over the events, in order. Events of unknown types are skipped. Iterating raises no errors.
+        An iterator over the events, in order. Events of unknown types, and those that cannot be read, are skipped.
+            Iterating raises no errors.
 
     Raises:
         ProtocolError: raised by the call itself: `payload` is no batch, or is too large.
@@ -123,18 +143,29 @@ def decode_batch(payload: bytes, *, peer: str = "") -> Iterator[KVEvent]:
     except _MALFORMED as error:
         why = f"KV events from {peer or 'a publisher'}: not a batch: {printable(str(error), _ERROR_CHARS_MAX)}"
         raise ProtocolError(why, peer=peer) from error
-    return (event for raw in batch.events if (event := _decode_event(raw)) is not None)
+    return (event for raw in batch.events if (event := _decode_event(raw, on_unreadable)) is not None)
 
 
-def _decode_event(raw: msgspec.Raw) -> KVEvent | None:
-    """Return the event that the msgpack bytes `raw` encode, or None for an event of unknown type or form."""
+def _decode_event(raw: msgspec.Raw, on_unreadable: Callable[[str], None]) -> KVEvent | None:
+    """Return the event that the msgpack bytes `raw` encode, or None for an event of unknown type or form.
+
+    If the type is known, call `on_unreadable` with the reason.
+    """
     kind = memoryview(raw)[0]
     is_array = 0x90 <= kind <= 0x9F or kind in (0xDC, 0xDD)
     try:
         event: KVEvent = _event_decoder.decode(_array_to_map(raw) if is_array else raw)
-    except _MALFORMED:
-        return None
-    return event
+        return event
+    except _MALFORMED as error:
+        why = printable(str(error), _ERROR_CHARS_MAX)
+    with contextlib.suppress(*_MALFORMED):
+        pairs = _pairs_decoder.decode(_array_to_map(raw) if is_array else raw)
+        return BlockStored(**msgspec.structs.asdict(pairs) | {"token_ids": [token for token, _ in pairs.token_ids]})
+    with contextlib.suppress(*_MALFORMED):
+        name = _name_decoder.decode(_array_decoder.decode(raw)[0]) if is_array else _tag_decoder.decode(raw).type
+        if name in _EVENT_TYPES:
+            on_unreadable(f"{name}: {why}")
+    return None
 
 
 def _array_to_map(raw: msgspec.Raw) -> bytes:

@@ -42,6 +42,8 @@ logger = logger_of(__name__)
 LIVE_BATCHES_MAX = 256
 """Maximum number of received batches in a socket's queue. ZeroMQ drops further batches, which are then replayed."""
 REPLAYED_BATCHES_MAX = 1000
+SILENT_S = 10.0
+"""Seconds after which a publisher that was never connected is named in a warning."""
 REPLAY_TIMEOUT_S = 5.0
 """Seconds to wait for the next message of a replay."""
 
@@ -79,7 +81,7 @@ class SourceStatistics:
 
     `sequence`: number of the last applied batch, -1 before the first. `batches`: applied batches. `replays`: replays
     asked for. `forgotten`: how often all blocks of the publisher were forgotten. `refused`: messages that were no batch
-    of events; the first one logs a warning.
+    of events. `unreadable`: events of known types that could not be read. The first of each logs a warning.
     """
 
     connected: bool = False
@@ -88,6 +90,7 @@ class SourceStatistics:
     replays: int = 0
     forgotten: int = 0
     refused: int = 0
+    unreadable: int = 0
 
 
 class _Follower:
@@ -141,12 +144,16 @@ class _Follower:
         poller = zmq.asyncio.Poller()
         for socket in (self._monitor, self._socket):
             poller.register(socket, zmq.POLLIN)
-        while True:
-            ready = dict(await poller.poll())
-            if self._monitor in ready:  # first: a message of a new connection may be of a restarted publisher
-                await self._on_connection(parse_monitor_message(await self._monitor.recv_multipart())["event"])
-            else:
-                await self._on_message(await self._socket.recv_multipart())
+        timer = asyncio.get_running_loop().call_later(SILENT_S, self._warn_if_silent)
+        try:
+            while True:
+                ready = dict(await poller.poll())
+                if self._monitor in ready:  # first: a message of a new connection may be of a restarted publisher
+                    await self._on_connection(parse_monitor_message(await self._monitor.recv_multipart())["event"])
+                else:
+                    await self._on_message(await self._socket.recv_multipart())
+        finally:
+            timer.cancel()
 
     async def _choose_ip_version(self) -> None:
         """If the publisher's host has no IPv4 address, connect again by IPv6. ZeroMQ tries one IP version only."""
@@ -202,7 +209,7 @@ class _Follower:
         parts of the batch.
         """
         try:
-            for event in decode_batch(payload, peer=self.source.endpoint):
+            for event in decode_batch(payload, peer=self.source.endpoint, on_unreadable=self._count_unreadable):
                 for _ in self._map.steps(self.source.holder, event):
                     await asyncio.sleep(0)
                 await asyncio.sleep(0)
@@ -212,6 +219,25 @@ class _Follower:
         self.statistics.batches += 1
         self.statistics.sequence = number
         await asyncio.sleep(0)
+
+    def _count_unreadable(self, why: str) -> None:
+        """Count an event that could not be read because of `why`. Log a warning, but only for the first one."""
+        self.statistics.unreadable += 1
+        if self.statistics.unreadable == 1:
+            logger.warning(
+                "KV events of %s at %s: an event is not read: %s. Further ones are only counted, in "
+                "statistics().unreadable",
+                *(self.source.holder, self.source.endpoint, why),
+            )
+
+    def _warn_if_silent(self) -> None:
+        """Log a warning if the publisher was never connected."""
+        if not self.statistics.connected and self.statistics.sequence < 0:
+            logger.warning(
+                "KV events of %s: nobody has answered at %s for %.0f s. Its engine may not listen there: vLLM and "
+                "SGLang listen at tcp://*:PORT, and connect to an address without a wildcard",
+                *(self.source.holder, self.source.endpoint, SILENT_S),
+            )
 
     def _count_refused(self, why: str) -> None:
         """Count a message that is no batch of events.

@@ -14,6 +14,7 @@ from recorded_events import SGLANG, VLLM
 from kvflow.errors import ProtocolError
 from kvflow.prefix.kv_events.batches import (
     BATCH_BYTES_MAX,
+    BLOCK_TOKENS_MAX,
     BLOCKS_MAX,
     EVENTS_MAX,
     AllBlocksCleared,
@@ -82,7 +83,7 @@ def test_what_vllm_has_encoded_is_read() -> None:
     ]
 
 
-def test_what_sglang_has_encoded_is_read_but_for_pages_of_pairs() -> None:
+def test_what_sglang_has_encoded_is_read() -> None:
     assert list(decode_batch(SGLANG)) == [
         BlockStored(block_hashes=[-5, 7], token_ids=list(range(100, 108)), block_size=4, medium="GPU"),
         BlockStored(
@@ -93,6 +94,9 @@ def test_what_sglang_has_encoded_is_read_but_for_pages_of_pairs() -> None:
             medium="GPU",
             cache_salt="salt",
         ),
+        BlockStored(
+            block_hashes=[11], parent_block_hash=7, token_ids=[1, 2], block_size=2, medium="CPU_PINNED"
+        ),  # pairs
         BlockRemoved(block_hashes=[-5], medium="GPU"),
         AllBlocksCleared(),
     ]
@@ -169,7 +173,24 @@ STORING = [
 @each("unknown", [*NO_EVENTS, *LACKING, *REMOVING, *STORING])
 def test_events_of_other_forms_are_passed_over(unknown: object) -> None:
     cleared = {"type": "AllBlocksCleared", "new": {"deep": [1]}}
-    assert list(decode_batch(pack([1, [unknown, cleared]]))) == [AllBlocksCleared()]
+    unreadable: list[str] = []
+    assert list(decode_batch(pack([1, [unknown, cleared]]), on_unreadable=unreadable.append)) == [AllBlocksCleared()]
+    assert len(unreadable) == (unknown not in NO_EVENTS), "those of types that are known are reported"
+
+
+@pytest.mark.parametrize("arrays", [True, False])
+def test_pairs_of_tokens_are_read_by_their_first(arrays: bool) -> None:
+    """SGLang's blocks with EAGLE or MTP."""
+    stored = {"block_hashes": [9], "parent_block_hash": 7, "token_ids": [(5, 6), (6, 7)], "block_size": 2}
+    event = ["BlockStored", *stored.values()] if arrays else {"type": "BlockStored", **stored}
+    (found,) = decode_batch(pack([1, [event]]))
+    assert found == BlockStored(block_hashes=[9], parent_block_hash=7, token_ids=[5, 6], block_size=2)
+    unreadable: list[str] = []
+    for wrong in ([(5, 6), 7], [(5, 6, 7)], [(0, 0)] * (BLOCK_TOKENS_MAX + 1), [[]]):
+        event = {"type": "BlockStored", **stored, "token_ids": wrong}
+        assert list(decode_batch(pack([1, [event]]), on_unreadable=unreadable.append)) == []
+    assert len(unreadable) == 4
+    assert unreadable[0].startswith("BlockStored: Expected `int`, got `array` - at `$.token_ids[0]`")
 
 
 JUNK = [b"", b"\xc1", b"\xc0", b"\x93\x01"]

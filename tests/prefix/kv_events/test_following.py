@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
+import msgspec
 import pytest
+import zmq
 from event_publishers import WAIT_S, KnownMap, ScriptedPublisher, stored, until
 
 from kvflow.errors import ConfigError, UsageError
@@ -175,6 +177,31 @@ async def test_what_cannot_be_followed_is_warned_of_once(
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert f"KV events of engine at {publisher_address} cannot be followed: " in warning
     assert why in warning
+
+
+async def test_events_that_cannot_be_read_are_counted_and_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    async with following(stored(1)) as (publisher, known, seen):
+        batch = msgspec.msgpack.encode([1.0, [{"type": "BlockRemoved", "block_hashes": [1.5]}] * 2, None])
+        for number in (1, 2):
+            await publisher.events.send_multipart([b"", number.to_bytes(8, "big"), batch])
+        await until(lambda: seen().sequence == 2)
+        assert (seen().unreadable, seen().refused, known.has(1)) == (4, 0, True)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "an event is not read: BlockRemoved: Expected `int | bytes`, got `float`" in warning
+
+
+async def test_a_publisher_that_is_never_connected_is_warned_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM's, which connects to the address that it was given: nobody listens there."""
+    monkeypatch.setattr("kvflow.prefix.kv_events.following.SILENT_S", 0.05)
+    with zmq.Context.instance().socket(zmq.PUB) as elsewhere:
+        port = elsewhere.bind_to_random_port("tcp://127.0.0.1")
+    endpoint = f"tcp://127.0.0.1:{port}"
+    async with following(stored(1)), Subscriber(PrefixMap(), [EventSource(holder="e", endpoint=endpoint)]):
+        await until(lambda: "nobody has answered" in caplog.text)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith(f"KV events of e: nobody has answered at {endpoint} for 0 s. Its engine may not")
 
 
 async def test_a_batch_that_is_none_may_have_told_anything_so_all_is_forgotten() -> None:
