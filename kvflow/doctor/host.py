@@ -173,7 +173,7 @@ def check_process_reading(name: str, host: Host, _: Config) -> Finding:
         return ok(name, "allowed (CAP_SYS_PTRACE)")
     if not scope:
         why = "no Yama" if scope is None else "ptrace_scope 0"
-        return ok(name, f"allowed to processes of the same user ({why})")
+        return ok(name, f"allowed to processes of the same user ({why}); engines of two users use tcp")
     fix = "sysctl kernel.yama.ptrace_scope=0, or give the engines CAP_SYS_PTRACE (containers: --cap-add SYS_PTRACE)"
     return warn(name, f"not allowed (ptrace_scope {scope}): engines of one machine may fall back to tcp", fix)
 
