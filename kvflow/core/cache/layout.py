@@ -69,8 +69,10 @@ _OUTER_AXES: dict[KVStyle, tuple[str, ...]] = {
 _INNER_AXES: dict[str, tuple[str, ...]] = {"NHD": ("token", "head", "dim"), "HND": ("head", "token", "dim")}
 _MLA_INNER_AXES = ("token", "dim")
 
-# A layer's index in its model is the only number among the words of its name, as in "model.layers.12.self_attn".
+# A layer's index in its model is the only number among the words of its name, as in "model.layers.12.self_attn". If no
+# word is a number, it is the only one that ends a word, as in "layer12".
 _LAYER_INDEX = re.compile(r"(?:^|[._/])(\d+)(?=[._/]|$)")
+_FINAL_NUMBER = re.compile(r"(\d+)(?=[._/]|$)")
 _DRAFT = re.compile(r"(?:^|[._/])(?:draft|eagle|mtp|nextn|speculat)")
 
 # The names of a layer's regions, in order.
@@ -180,11 +182,10 @@ class CacheLayout:
             order: order of the axes in the tensors' shape, "NHD" or "HND".
             block_size: tokens per block; must equal the size of the tensors' token axis.
             style: how layers hold K and V. Needed only for tensors of 5 axes if the first two axes both have size 2.
-            layer_indices: index of each layer in the model. By default the number in the layer's name
-                ("model.layers.12.self_attn"). If a name has no number or several, or two numbers are equal, the default
-                is each layer's position, from 0. Layers of a draft model, recognized by "draft", "eagle", "mtp",
-                "nextn" or "speculat..." in their names, get default indices from 16384 on in the same way; the other
-                side of a load may lack these layers.
+            layer_indices: index of each layer in the model; needed if names of several layers have no number, several
+                numbers, or equal ones. By default the number in the layer's name ("model.layers.12.self_attn"). Layers
+                of a draft model, recognized by "draft", "eagle", "mtp", "nextn" or "speculat..." in their names, get
+                default indices from 16384 on in the same way; the other side of a load may lack these layers.
             kv_format: name of the format of the bytes, if they are not plain values of the dtype.
 
         Returns:
@@ -198,18 +199,14 @@ class CacheLayout:
         order = _order(order, "order")
         name, first = next(iter(kv_caches.items()))
         chosen = _infer_style(name, first) if style is None else _style(style, "style")
-        layout = replace(
-            _layout_of_layer(name, first, chosen, order, tuple(kv_caches)),
-            layer_indices=layer_numbers(tuple(kv_caches), layer_indices),
-            kv_format=kv_format,
-        )
+        layout = _layout_of_layer(name, first, chosen, order, tuple(kv_caches))
         if layout.block_size != block_size:
             raise LayoutError(
                 f"layer {name!r}: block_size is {block_size}, but axis 'token' of shape {_shape_text(name, first)} "
                 f"read as {order} has {layout.block_size}"
             )
         layout.check(kv_caches)
-        return layout
+        return replace(layout, layer_indices=layer_numbers(tuple(kv_caches), layer_indices), kv_format=kv_format)
 
     def check(self, kv_caches: KVCaches) -> None:
         """Check that tensors match this layout.
@@ -362,16 +359,19 @@ def _memory_order(name: str, style: KVStyle, order: str, tensor: TensorLike) -> 
     )
 
 
+_GIVE_INDICES = f"give layer_indices, each layer's index in the model, from 0 to {FIRST_DRAFT_LAYER - 1}"
+
+
 def is_draft(name: str) -> bool:
     """Return True if a layer's name contains a word for a draft model, such as "draft_model", "eagle" or "mtp"."""
     return _DRAFT.search(name) is not None
 
 
 def layer_numbers(names: tuple[str, ...], given: Sequence[int] | None) -> tuple[int, ...]:
-    """Return the index in the model of each layer in `names`: `given`, if it is not None, else a default.
+    """Return the index in the model of each layer in `names`: `given`, if it is not None, else the number in its name.
 
-    The default is the number in each layer's name, if every name has exactly one and no two are equal; else the layer's
-    position. Layers of a draft model are numbered separately, from FIRST_DRAFT_LAYER on.
+    Layers of a draft model are numbered separately, from FIRST_DRAFT_LAYER on. A single layer needs no number.
+    LayoutError if the names do not number the layers. Positions would not do: another engine may have another order.
     """
     if given is not None:
         return whole_numbers(given, "layer_indices")
@@ -382,11 +382,19 @@ def layer_numbers(names: tuple[str, ...], given: Sequence[int] | None) -> tuple[
 
 
 def _numbers(names: Sequence[str]) -> dict[str, int]:
-    found = [_LAYER_INDEX.findall(name) for name in names]
-    indices = [int(numbers[0]) for numbers in found if len(numbers) == 1]
-    if len(set(indices)) < len(names) or max(indices, default=0) >= FIRST_DRAFT_LAYER:
-        return {name: at for at, name in enumerate(names)}
-    return dict(zip(names, indices, strict=True))
+    found: dict[int, str] = {}
+    for name in names:
+        numbers = _LAYER_INDEX.findall(name) or _FINAL_NUMBER.findall(name)
+        number = int(numbers[0]) if len(numbers) == 1 else -1
+        if not 0 <= number < FIRST_DRAFT_LAYER:
+            if len(names) == 1:
+                return {name: 0}
+            has = f"has {counted(len(numbers), 'number')}" if len(numbers) != 1 else f"has the number {number}"
+            raise LayoutError(f"layer {name!r}: its name {has}: {_GIVE_INDICES}")
+        if number in found:
+            raise LayoutError(f"layers {found[number]!r} and {name!r}: both have the number {number}: {_GIVE_INDICES}")
+        found[number] = name
+    return {name: number for number, name in found.items()}
 
 
 def _shape_text(name: str, layer: LayerCache) -> str:

@@ -129,8 +129,8 @@ class StateLayout:
             caches: the state tensors by layer name: a tuple of tensors of shape (slots, ...), or one tensor. All layers
                 have tensors of the same shapes.
             tensors: descriptions of a layer's tensors, in order.
-            layer_indices: index of each layer in the model. By default the number in the layer's name. If a name has no
-                number or several, or two numbers are equal, the default is each layer's position, from 0.
+            layer_indices: index of each layer in the model; by default the number in the layer's name, as in
+                `CacheLayout.infer`.
 
         Returns:
             A layout for a `CacheGroup`.

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from kvflow.core.cache.layout import CacheLayout, KVStyle
 from kvflow.core.cache.regions import Device, Regions, device_of, map_regions, map_spans
+from kvflow.core.cache.state import Segment, StateLayout, StateTensor
+from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER
 from kvflow.errors import LayoutError
 from tests.core.caches import Cache, Recipe, recipes
 from tests.support.budgets import examples
@@ -129,7 +131,7 @@ def infer(caches: Any, **changes: Any) -> CacheLayout:
 
 
 def infer_and_map(caches: Any, **changes: Any) -> Regions:
-    return map_regions(infer(caches, **changes), caches)
+    return map_regions(infer(caches, layer_indices=range(len(caches)), **changes), caches)
 
 
 def two(layer: Any, good: Any = KV) -> dict[str, Any]:
@@ -214,9 +216,9 @@ def test_a_bad_description_is_a_layout_error(changes: dict[str, Any], expected: 
 
 
 def test_other_layers_than_described_are_refused() -> None:
-    layout = infer({"a": KV, "b": KV})
-    for names in (("a",), ("b", "a"), ("a", "b", "c"), ("a", "x")):
-        with pytest.raises(LayoutError, match=f"a, b.*{', '.join(names)}"):
+    layout = infer({"a0": KV, "b1": KV})
+    for names in (("a0",), ("b1", "a0"), ("a0", "b1", "c2"), ("a0", "x1")):
+        with pytest.raises(LayoutError, match=f"a0, b1.*{', '.join(names)}"):
             map_regions(layout, dict.fromkeys(names, KV))
 
 
@@ -277,17 +279,40 @@ def test_half_of_an_odd_axis_is_no_k() -> None:
     [
         (["model.layers.12.self_attn", "model.layers.3.self_attn"], (12, 3)),
         (["model/layers_7/attn", "8", "x_9"], (7, 8, 9)),
-        (["l0", "l1"], (0, 1)),  # no number stands alone: by position
-        (["layers.4.attn", "embedding"], (0, 1)),  # some have none
-        (["layers.4.experts.1", "layers.5.experts.1"], (0, 1)),  # some have two
-        (["a.7", "b.7"], (0, 1)),  # not different
-        (["a.70000", "b.1"], (0, 1)),  # no such layer
+        (["l1", "l0"], (1, 0)),
+        (["v2.layers.3", "layer4.attn"], (3, 4)),
+        (["attention"], (0,)),  # one layer needs no number
         (["a." + "9" * 50], (0,)),
         (["a.\u0663"], (3,)),  # a digit is a digit
+        (["model.layers.3", "draft"], (3, FIRST_DRAFT_LAYER)),
     ],
 )
 def test_layers_are_those_of_their_names(names: list[str], expected: tuple[int, ...]) -> None:
     assert infer(dict.fromkeys(names, KV)).layer_indices == expected
+
+
+STATE = StateTensor(name="ssm", segments=(Segment(name="heads", size=2, units=1, model_units=1),))
+
+
+@each(
+    ("names", "told"),
+    [
+        (["self_attn", "cross_attn"], r"^layer 'self_attn': its name has 0 numbers"),
+        (["layers.4.attn", "embedding"], r"^layer 'embedding': its name has 0 numbers"),
+        (["layers.4.experts.1", "layers.5.experts.1"], r"^layer 'layers\.4\.experts\.1': its name has 2 numbers"),
+        (["layers.0.a", "layers.0.b"], r"^layers 'layers\.0\.a' and 'layers\.0\.b': both have the number 0"),
+        (["a.70000", "b.1"], r"^layer 'a\.70000': its name has the number 70000"),
+        (["layers.0", "draft.k", "draft.v"], r"^layer 'draft\.k': its name has 0 numbers"),
+    ],
+)
+def test_layers_without_numbers_are_not_matched_by_position(names: list[str], told: str) -> None:
+    """The other side may have them in another order: each layer would get another one's bytes."""
+    layers = dict.fromkeys(names, KV)
+    with pytest.raises(LayoutError, match=rf"{told}: give layer_indices, each layer's index in the model"):
+        infer(layers)
+    with pytest.raises(LayoutError, match=told):
+        StateLayout.infer(dict.fromkeys(names, torch.zeros(4, 2)), [STATE])
+    assert infer(layers, layer_indices=range(len(names))).layer_indices == tuple(range(len(names)))
 
 
 @each("given_indices", [[31, 4], [0, (1 << 15) - 1], np.array([4, 1])])

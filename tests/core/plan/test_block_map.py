@@ -145,7 +145,7 @@ def test_a_head_slice_is_not_fused_beyond_itself() -> None:
 def test_layers_are_fused_whatever_the_order_of_their_names() -> None:
     def cache() -> tuple[dict[str, torch.Tensor], Regions]:
         whole = torch.zeros(5, 3, 2, 4, 2, 8)
-        tensors = {name: whole[:, index] for name, index in (("c", 2), ("a", 0), ("b", 1))}
+        tensors = {name: whole[:, index] for name, index in (("l2", 2), ("l0", 0), ("l1", 1))}
         return tensors, map_regions(CacheLayout.infer(tensors, order="NHD", block_size=4), tensors)
 
     (keep_here, here), (keep_there, there) = cache(), cache()

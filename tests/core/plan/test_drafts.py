@@ -53,10 +53,10 @@ def test_a_draft_is_told_by_a_word_of_its_name(name: str, found: bool) -> None:
         (("model.layers.0", "model.layers.1", "draft.layers.0"), (0, 1, FIRST)),
         (("draft.layers.1", "model.layers.1", "draft.layers.0", "model.layers.0"), (FIRST + 1, 1, FIRST, 0)),
         (("layers.7", "draft"), (7, FIRST)),
-        (("first", "second", "draft.5"), (0, 1, FIRST + 5)),
-        (("layers.3", "eagle", "mtp"), (3, FIRST, FIRST + 1)),
+        (("only", "draft.5"), (0, FIRST + 5)),
+        (("layers.3", "eagle.0", "mtp.1"), (3, FIRST, FIRST + 1)),
         (("draft.0", "draft.1"), (FIRST, FIRST + 1)),
-        ((f"layers.{FIRST}", "layers.0"), (0, 1)),  # no number of a name makes a draft of a layer
+        ((f"layers.{FIRST}", "draft.0"), (0, FIRST)),  # no number of a name makes a draft of a layer
     ],
 )
 def test_drafts_are_numbered_apart(names: tuple[str, ...], numbers: tuple[int, ...]) -> None:
