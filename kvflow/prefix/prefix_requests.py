@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias, cast
 
 from kvflow import checks
-from kvflow.checks import Count, Seconds, Size, counted
+from kvflow.checks import Count, Deadline, Seconds, Size, counted
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds
 from kvflow.core.policy.events import GivenEvent
 from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import RequestError
+from kvflow.errors import DeadlineExceeded, RequestError
 from kvflow.limits import Limits
 from kvflow.prefix.keys import KEY_BYTES
 from kvflow.prefix.prefix_cache import SharingStatistics
@@ -50,7 +50,7 @@ class PrefixRequest:
     peers: GivenPeers
     cached_tokens: Count = 0
     """Number of leading tokens that the local cache already holds in full blocks, and that are not read."""
-    deadline_s: Seconds | None = None
+    deadline_s: Deadline | None = None
     """Seconds that the whole pull may take, from asking the peers to the last byte; None: Config.load_deadline_s."""
     answer_within_s: Seconds = 0.25
     """Seconds to wait for the peers' answers. Later offers are used only if no earlier offer could be read."""
@@ -161,12 +161,15 @@ class PrefixStatistics(PartStatistics):
 def checked_prefix_request(given: object, verb: str, limits: Limits) -> PrefixRequest:
     """Return `given` as a valid PrefixRequest with plain Python numbers and strings, or raise RequestError.
 
-    `verb`: name of the called method, for the error message.
+    DeadlineExceeded if no time is left. `verb`: name of the called method, for the error message.
     """
     plain = checks.normalize_request(given, PrefixRequest, verb, limits.block_ids_max)
     if plain.cached_tokens > (tokens := len(plain.keys) * plain.key_tokens):
         cached = f"cached_tokens is {plain.cached_tokens}, beyond its keys"
         raise RequestError(f"request {plain.request_id!r}: {cached}, which are for {counted(tokens, 'token')}")
+    if plain.deadline_s is not None and plain.deadline_s <= 0:
+        late = f"request {plain.request_id!r}: {verb}: its deadline_s was {plain.deadline_s:g} when it was requested"
+        raise DeadlineExceeded(late, request_id=plain.request_id, peer="", phase="queued")
     return plain
 
 
@@ -181,7 +184,7 @@ def check_blocks(request: PrefixRequest, groups: Sequence[GroupFacts], tables: S
     tokens, whose = len(request.keys) * request.key_tokens, "its keys are for"
     if isinstance(rest, Ticket):
         tokens, whose = rest.offered_tokens, "its rest offers"
-        if rest.awaited or not tokens:
+        if rest.awaited:
             return
     for group, ids in zip(groups, tables, strict=True):
         if rest is not None and not group.whole:

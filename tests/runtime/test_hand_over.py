@@ -62,7 +62,7 @@ async def test_a_prompt_shorter_than_a_block_schedules_no_read(pair: EnginePair)
     """The reference's sharp example: remote prefill is wanted, no block is offered, the request goes on."""
     lease = pair.writer.serve_blocks(ServeRequest("short", block_ids=[], num_tokens=2))
     assert await lease is LeaseOutcome.READ
-    report = await pair.load(lease, [1])
+    report = await pair.load(lease, [])
     assert (report.bytes, report.descriptors, report.notified) == (0, 0, False)
     pair.assert_loaded([], [])
     assert pair.reader.statistics().peers == ()

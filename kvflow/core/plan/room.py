@@ -72,8 +72,8 @@ def check_blocks_match(
         if group.whole and not count and not tokens <= cached_tokens <= end * size:
             cached = counted(cached_tokens, "token")
             raise kind(f"{given}, with {cached} cached, but {offer} fill {counted(end, 'block')}")
-        if group.kind is GroupKind.STATE and count > 1:
-            raise RequestError(f"{given}, but {offer} have 1")
+        if group.kind is GroupKind.STATE and count > min(tokens, 1):
+            raise RequestError(f"{given}, but {offer} have {min(tokens, 1)}")
         if group.whole or group.kind is GroupKind.STATE or not count:
             continue
         if count > end:

@@ -165,10 +165,8 @@ def check_blocks_fit(
 ) -> None:
     """Raise `kind` unless the local blocks, `tables`, are exactly those for the offered tokens that are not cached.
 
-    Do nothing if the offer has no blocks.
+    Do nothing if there are no local blocks.
     """
-    if not ticket.has_blocks:
-        return  # nothing is read
     expected_tokens = request.num_tokens
     if expected_tokens is None and request.prompt is not None:
         expected_tokens = len(request.prompt)

@@ -85,8 +85,12 @@ async def perform(cache: RegisteredCache, load: Load) -> LoadReport:
 
 
 async def _perform_empty(cache: RegisteredCache, load: Load) -> LoadReport:
-    """Perform a load that reads no block: wait for the payload (extra bytes), if promised, then notify the producer."""
+    """Perform a load that reads no block: wait for the payload (extra bytes), if promised, then notify the producer.
+
+    RequestError if it has local blocks, since an offer without blocks would leave them as they are.
+    """
     ticket = load.ticket
+    check_blocks_fit(cache.local.groups, load.request, ticket, load.tables)
     if ticket.offers_nothing:
         return load.report()  # an empty offer: its leases have ended already
     if not any(rank.payload for rank in ticket.ranks):

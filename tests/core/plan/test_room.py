@@ -83,6 +83,8 @@ FITS_NOT: list[tuple[Sequence[GroupFacts], Sequence[int], int, int, int | None, 
         "4 local blocks of group 'local' of 16 tokens, but the 41 tokens .* have 3",
     ),
     ([full(), STATE], [3, 2], 0, 41, 41, "2 local blocks of group 'state' of 1 token, but .* have 1"),
+    ([full()], [1], 0, 0, None, "1 local block of 16 tokens, .* but the 0 tokens .* fill 0"),
+    ([full(), STATE], [0, 1], 0, 0, None, "1 local block of group 'state' .* but the 0 tokens .* have 0"),
 ]
 
 
