@@ -7,6 +7,7 @@ the cache in question. A test checks that every field of every message has a bou
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, TypeAlias
 
 from msgspec import Meta
@@ -27,6 +28,9 @@ NO_LEASE_ID = "0" * LEASE_ID_CHARS  # lease id that a wiped seal shows
 OFFER_PART_CHARS = 8
 TRACEPARENT = r"\A(?:[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?\Z"
 """Pattern of a W3C trace context (version, trace id, span id and flags), or of an empty string."""
+_TRACE_CONTEXT = re.compile(
+    r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.DOTALL
+)
 ENTRIES_MAX = 1 << 24
 """Maximum number of block ids in one block table."""
 _FINITE_MAX = math.nextafter(math.inf, 0.0)
@@ -70,6 +74,22 @@ TicketLeaseId: TypeAlias = Annotated[
 """Lease id in a ticket: the bytes of the lease's seal as hexadecimal digits, not all 0; "" if readers have to ask the
 rank for its lease."""
 Traceparent: TypeAlias = Annotated[str, Meta(pattern=TRACEPARENT)]
+
+
+def read_traceparent(given: object, _: str = "") -> str:
+    """Return the trace context in a `traceparent` header, as one of version 00; "" if the header is to be ignored.
+
+    Headers come from clients, so none is an error. As W3C says, a header that does not parse is ignored, and a later
+    version is read by its first four fields.
+    """
+    parsed = _TRACE_CONTEXT.fullmatch(str.strip(given, " \t")) if isinstance(given, str) else None
+    if parsed is None or (parsed[1] == "00" and parsed[5]):
+        return ""
+    flags = parsed[4] if parsed[1] == "00" else f"{int(parsed[4], 16) & 1:02x}"  # others may mean something else
+    return f"00-{parsed[2]}-{parsed[3]}-{flags}"
+
+
+GivenTraceparent: TypeAlias = Annotated[str | None, read_traceparent]
 
 Digest: TypeAlias = Annotated[bytes, Meta(max_length=64)]
 BlockIds: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=ENTRIES_MAX)]

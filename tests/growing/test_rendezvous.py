@@ -123,7 +123,7 @@ async def test_either_leg_may_come_first(first: str, grows: bool, staging: str) 
 
 @each(
     ("blocks", "offered", "tokens"),
-    [([7, 6], {}, 8), ([], {}, 0), (TAKEN, {"block_ids": [], "num_tokens": 3}, 0)],  # cached, a full hit, and nothing
+    [([7, 6], {}, 8), ([], {}, 0), ([], {"block_ids": [], "num_tokens": 3}, 0)],  # cached, a full hit, and nothing
 )
 @each("late", [False, True])
 @in_virtual_time
@@ -139,6 +139,21 @@ async def test_as_much_is_read_as_is_offered_and_not_cached(
         report = await load
         assert (report.tokens, report.blocks) == (tokens, tokens // 4)
         pair.assert_loaded(blocks[: tokens // 4], BLOCKS[len(BLOCKS) - tokens // 4 :])
+        assert await lease is LeaseOutcome.READ
+        assert_nothing_left(pair)
+
+
+@each("late", [False, True])
+@in_virtual_time
+async def test_blocks_that_the_offer_leaves_empty_are_refused(late: bool) -> None:
+    async with pair_of() as pair:
+        nothing = {"block_ids": [], "num_tokens": 3}
+        lease, load = None if late else offer(pair, **nothing), start(pair, rendezvous(pair), block_ids=TAKEN)
+        if lease is None:
+            await asyncio.sleep(1.0)
+            lease = offer(pair, **nothing)
+        with pytest.raises(RequestError, match=r"4 local blocks of 4 tokens.* but the 0 tokens that 'producer' at"):
+            await load
         assert await lease is LeaseOutcome.READ
         assert_nothing_left(pair)
 
@@ -741,7 +756,6 @@ def test_what_a_router_makes() -> None:
         ({"request_id": ""}, "request_id"),
         ({"request_id": 7}, "request_id"),
         ({"request_id": SECRET, "ttl_s": 0.0}, "ttl_s"),
-        ({"request_id": SECRET, "traceparent": "x"}, "traceparent"),
     ):
         with pytest.raises(RequestError, match=problem):
             Ticket.rendezvous(known_ticket, **wrong)  # type: ignore[arg-type]

@@ -7,9 +7,10 @@ import logging
 from typing import Any
 
 import pytest
+from pairs import virtual_pair
 from tests_support import Records, each, in_virtual_time, until
 
-from kvflow import Config, LoadRequest, Runtime, ServeRequest
+from kvflow import Config, LoadRequest, Runtime, ServeRequest, Ticket
 from kvflow.core.plan.topology import Rank
 from kvflow.errors import RequestError, RuntimeDraining
 from kvflow.runtime.records import LeaseRecord, LoadRecord, Observers
@@ -166,7 +167,31 @@ async def test_what_flows_says_when_it_was_computed_and_when_it_landed(staging: 
     assert load.landed[-1].seconds <= sum(load.seconds.values())
 
 
-async def test_a_traceparent_that_is_none_is_refused() -> None:
-    async with inproc_pair() as pair:
-        with pytest.raises(RequestError, match=r"'req': traceparent: expected .*, got 'x'"):
-            pair.producer.runtime.serve_blocks(ServeRequest("req", [1], num_tokens=4, traceparent="x"))
+FIELDS = TRACEPARENT.removeprefix("00")
+HEADERS: list[tuple[Any, str]] = [
+    ("", ""),
+    (None, ""),
+    (TRACEPARENT, TRACEPARENT),
+    (f"\t{TRACEPARENT} ", TRACEPARENT),
+    ("00" + FIELDS[:-2] + "fe", "00" + FIELDS[:-2] + "fe"),
+    ("cc" + FIELDS, TRACEPARENT),  # a later version, by its first fields
+    ("cc" + FIELDS[:-2] + "ff-more.of-it", TRACEPARENT),
+    ("cc" + FIELDS + "x", ""),
+    ("ff" + FIELDS, ""),
+    *((wrong, "") for wrong in ("x", TRACEPARENT[:-1], TRACEPARENT + "-", TRACEPARENT + "\n", TRACEPARENT.upper())),
+    *((wrong, "") for wrong in (f"00-{'0' * 32}{FIELDS[33:]}", f"{TRACEPARENT[:36]}{'0' * 16}-01", 7, b"x", ["x"])),
+]
+
+
+@each(("header", "carried"), HEADERS)
+@in_virtual_time
+async def test_a_client_s_traceparent_is_no_error(header: Any, carried: str) -> None:
+    """W3C: what does not parse is ignored, and unknown versions are read as far as they are known."""
+    async with virtual_pair() as pair:
+        lease = pair.writer.serve_blocks(ServeRequest("req", [1], num_tokens=4, traceparent=header))
+        assert lease.ticket.traceparent == carried
+        assert Ticket.rendezvous(pair.writer.introduce(), "later", traceparent=header).traceparent == carried
+        params = lease.ticket.to_params()
+        params["kvflow"]["traceparent"] = header
+        assert Ticket.from_params(params).traceparent == carried
+        await pair.reader.load_blocks(LoadRequest("req", params, [0]))

@@ -26,7 +26,17 @@ from msgspec import Meta
 from kvflow import checks
 from kvflow.checks import INT64_MAX, counted, first_few, is_name, is_utf8, short_repr
 from kvflow.config import RANKS_MAX, rank_offset
-from kvflow.core.bounds import OFFER_PART_CHARS, Count, PromptDigest, RankCount, Seconds, Size, Traceparent
+from kvflow.core.bounds import (
+    OFFER_PART_CHARS,
+    Count,
+    GivenTraceparent,
+    PromptDigest,
+    RankCount,
+    Seconds,
+    Size,
+    Traceparent,
+    read_traceparent,
+)
 from kvflow.core.cache.groups import GROUPS_MAX, GroupFacts
 from kvflow.core.cache.tensors import NAME_CHARS_MAX
 from kvflow.core.plan.descriptors import given_block_ids
@@ -337,7 +347,7 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
         request_id: str,
         *,
         ttl_s: float = 30.0,
-        traceparent: str = "",
+        traceparent: GivenTraceparent = "",
     ) -> Ticket:
         """Return a pending ticket: a ticket for a request that has no blocks yet. Readers wait until the request's
         lease is open.
@@ -348,7 +358,7 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
             request_id: id under which the engine will serve the request: a secret, because any engine that knows it may
                 read.
             ttl_s: maximum seconds for which a reader waits for the lease, unless the load's deadline is earlier.
-            traceparent: W3C trace context of the request.
+            traceparent: W3C trace context of the request, as in `ServeRequest.traceparent`.
 
         Returns:
             A ticket for `LoadRequest.ticket`.
@@ -359,7 +369,7 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
         known = read_ticket(introduction)
         nothing = given_block_ids([()] * len(known.block_tables))
         ticket = known.without_leases(request_id=request_id, block_ids=nothing, num_tokens=0, ttl_s=ttl_s)
-        return with_changes(ticket, awaited=True, traceparent=traceparent)
+        return with_changes(ticket, awaited=True, traceparent=read_traceparent(traceparent))
 
     def to_params(self) -> dict[str, Any]:
         """Return the ticket as a dict for routers, which `from_params` parses.
@@ -427,6 +437,8 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
             fields["block_ids"], fields["more_block_ids"] = (tables[0], tables[1:]) if nested else (tables, ())
             fields["engine_id"], fields["request_id"] = params["remote_engine_id"], params["remote_request_id"]
             fields["tp_size"] = params["tp_size"]
+            if (trace := fields.get("traceparent", "")) or type(trace) is not str:
+                fields["traceparent"] = read_traceparent(trace)
             if type(version) is not int or version != PROTOCOL_VERSION:
                 raise RequestError(f"ticket: kvflow version: ours {PROTOCOL_VERSION}, theirs {short_repr(version)}")
             if type(decode) is not bool or wanted is not True:

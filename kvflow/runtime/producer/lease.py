@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from kvflow import checks
 from kvflow.checks import Count, Seconds, Size, counted
-from kvflow.core.bounds import Traceparent
+from kvflow.core.bounds import GivenTraceparent
 from kvflow.core.plan.descriptors import GivenBlockIds
 from kvflow.core.policy.events import DeviceEvent, GivenEvent
 from kvflow.core.policy.lease_book import LeaseEntry
@@ -48,8 +48,9 @@ class ServeRequest:
     num_tokens: TokenCount
     ttl_s: Seconds | None = None
     reader_count: Size = 1
-    traceparent: Traceparent = ""
-    """W3C trace context of the request, which the ticket and the records of both sides carry."""
+    traceparent: GivenTraceparent = ""
+    """W3C trace context of the request, which the ticket and the records of both sides carry. It may be a client's
+    header, as it came: what is no trace context is ignored."""
     prompt: Sequence[int] | None = None
     """Token ids of the prompt. The ticket carries their digest, and a load with another `prompt` fails."""
     ready: GivenEvent = None
