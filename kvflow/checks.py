@@ -208,6 +208,14 @@ def seconds(value: object, what: str, *, error: ErrorKind = RequestError) -> flo
     return float(checked(value, what, Seconds, error))
 
 
+def deadline(value: object, what: str) -> float:
+    """Return `value` as float, at least -SECONDS_MAX. RequestError unless it is a number of at most SECONDS_MAX.
+
+    0 or less is the time of a request that is over, which is no fault of the request.
+    """
+    return max(float(checked(value, what, _of(float, le=SECONDS_MAX))), -SECONDS_MAX)
+
+
 def text(value: object, what: str, *, most: int = INT64_MAX, error: ErrorKind = RequestError) -> str:
     """Return `value` as str. Raise `error` unless it is text of at most `most` characters that UTF-8 can encode."""
     return str(checked(value, what, _of(str, max_length=most), error))
@@ -366,6 +374,7 @@ Count: TypeAlias = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 Size: TypeAlias = Annotated[int, Meta(ge=1, le=INT64_MAX)]
 Int64: TypeAlias = Annotated[int, Meta(ge=INT64_MIN, le=INT64_MAX)]
 Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=SECONDS_MAX)]
+Deadline: TypeAlias = Annotated[float, deadline]
 Timeout: TypeAlias = Annotated[float, Meta(ge=0, le=SECONDS_MAX)]
 Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 

@@ -185,7 +185,7 @@ class Runtime:
         """
         ids_max = self.config.limits.block_ids_max
         deadline_s = checks.normalize_request(request, LoadRequest, "load_blocks", ids_max).deadline_s
-        bound_s = self.config.load_deadline_s if deadline_s is None else deadline_s
+        bound_s = self.config.load_deadline_s if deadline_s is None else max(deadline_s, 0.0)
         load = self.start_load(request)
         after_s = self.config.cancel_grace_s + self._thread.call_timeout_s
         try:

@@ -243,7 +243,7 @@ class Load:
 
         config = self._thread.runtime.config
         asked_s = checks.try_call(lambda: self._request.deadline_s)
-        deadline_s = config.load_deadline_s if asked_s is None else checks.seconds(asked_s, "deadline_s")
+        deadline_s = config.load_deadline_s if asked_s is None else max(checks.deadline(asked_s, "deadline_s"), 0.0)
         try:
             return self._thread.call(progressed, deadline_s + config.cancel_grace_s + self._thread.call_timeout_s)
         except RuntimeClosed:  # the loop has ended: `result` says how the load ended

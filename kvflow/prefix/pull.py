@@ -184,7 +184,7 @@ class Pull:
                 request_id=request.request_id + part,
                 ticket=ticket,
                 block_ids=_as_block_ids(tables),
-                deadline_s=max(self._left_s(), 1e-6),  # positive: a load that starts late fails by its deadline
+                deadline_s=self._left_s(),
                 priority=request.priority,
                 after=request.after,
                 prompt=request.prompt,

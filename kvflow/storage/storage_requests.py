@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, TypeAlias
 
-from kvflow.checks import Seconds, Size
+from kvflow.checks import Deadline, Size
 from kvflow.core.plan.descriptors import GivenBlockIds
 from kvflow.runtime.statistics import PartStatistics
 from kvflow.storage.entry import checked_key
@@ -22,7 +22,7 @@ class StoreRequest:
     key: StoreKey
     block_ids: GivenBlockIds
     num_tokens: Size
-    deadline_s: Seconds | None = None
+    deadline_s: Deadline | None = None
     priority: int = 0
 
 

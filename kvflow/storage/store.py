@@ -191,7 +191,8 @@ class BlockStore:
     def _accept(self, request: StoreRequest, direction: Direction) -> StoreTransfer:
         """Check a request, then claim the blocks to restore or lease the blocks to save. Return a StoreTransfer.
 
-        Facts that only the file has are not checked yet. Raise RequestError (also BlocksBusy) or Overloaded.
+        Facts that only the file has are not checked yet. Raise RequestError (also BlocksBusy), Overloaded, or
+        DeadlineExceeded if no time is left.
         """
         given = checks.normalize_request(request, type(request), "request", self._config.limits.block_ids_max)
         what = f"request {given.request_id!r}"
@@ -208,6 +209,9 @@ class BlockStore:
             full = f"{what}: saves and restores under way: {len(self._transfers)} (loads_waiting_max)"
             raise Overloaded(full, request_id=given.request_id, peer=self._directory.path)
         deadline_s = self._config.load_deadline_s if given.deadline_s is None else given.deadline_s
+        if deadline_s <= 0:
+            late = f"{what}: {direction}: its deadline_s was {deadline_s:g} when it was requested"
+            raise DeadlineExceeded(late, request_id=given.request_id, peer=self._directory.path, phase="queued")
         transfer = StoreTransfer(given, direction, tables, entries, self._resources, self._store_thread, deadline_s)
         transfer.flight.on_safe = lambda _: self._close_when_safe(transfer)
         self._transfers[transfer] = None

@@ -226,6 +226,15 @@ async def test_the_longest_run_is_read_from_whoever_has_it() -> None:
         assert known(second.runtime.statistics().serving).read == 1
 
 
+async def test_no_time_is_left_for_a_pull_or_a_search(them: Fleet) -> None:
+    for seconds_left in (0, -0.25, float("-inf")):
+        for call in (them.pull(deadline_s=seconds_left), them.seek(deadline_s=seconds_left)):
+            with pytest.raises(DeadlineExceeded, match=r"^request 'req': (pull|seek): its deadline_s was") as caught:
+                await call
+            assert caught.value.phase == "queued"
+    assert not them.holders[0].prefix_cache.asked
+
+
 async def test_a_cache_that_has_moved_is_neither_shared_nor_filled(
     them: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from pairs import EnginePair, open_pair
-from tests_support import PATIENT, altered, limited
+from pairs import EnginePair, load_request, open_pair
+from tests_support import PATIENT, Records, altered, limited
 
 from kvflow import Lease, LeaseOutcome, LoadRequest, RuntimeState, ServeRequest, Ticket
-from kvflow.errors import Overloaded, PromptMismatch, RequestError
-from kvflow.testing import assert_blocks_equal
+from kvflow.errors import DeadlineExceeded, Overloaded, PromptMismatch, RequestError
+from kvflow.testing import assert_blocks_equal, inproc_pair
 
 LISTS = "expected a flat list of whole numbers"
 SERVE: list[tuple[dict[str, Any], str]] = [
@@ -108,11 +108,42 @@ async def test_blocks_that_do_not_fit_what_the_request_says(pair: EnginePair) ->
     assert await lease is LeaseOutcome.READ
 
 
-async def test_an_offer_of_nothing_fits_whatever_room_there_is(pair: EnginePair) -> None:
-    """A prompt that is shorter than a block, of an engine that offers full blocks only: the request goes on."""
-    lease = pair.writer.serve_blocks(ServeRequest("req", [], num_tokens=3))
-    assert (await pair.load(lease, [0], prompt=range(3))).tokens == 0
+async def test_blocks_that_an_offer_without_blocks_would_leave_empty_are_refused(pair: EnginePair) -> None:
+    """An introduction, or a prompt shorter than a block of an engine that offers full blocks only."""
+    lease = pair.writer.serve_blocks(ServeRequest("req", [], num_tokens=3, prompt=range(3)))
+    told = r"^request 'req': 1 local block of 4 tokens, .* but the 0 tokens that 'producer' at .* offers fill 0"
+    given: list[tuple[Lease | Ticket, dict[str, Any]]] = [
+        (lease, {}),
+        (lease, {"prompt": range(3)}),
+        (lease, {"num_tokens": 0}),
+        (pair.writer.introduce(), {}),
+        (pair.writer.introduce(), {"prompt": range(3)}),
+    ]
+    for offered, options in given:
+        await pair.fails(RequestError, offered, match=told, **options)
+        report = await pair.load(offered, [], **options)
+        assert (report.tokens, report.blocks) == (0, 0)
+    pair.assert_loaded([], [])
     await lease
+
+
+@pytest.mark.parametrize("seconds_left", [0, -0.25, -2e9, float("-inf")])
+async def test_a_request_whose_time_is_over_has_no_wrong_deadline(seconds_left: float) -> None:
+    records = Records()
+    async with inproc_pair(config=PATIENT, observers=[records]) as made:
+        pair = EnginePair(producer=made.producer, consumer=made.consumer)
+        lease = pair.offer([3, 4])
+        error = await pair.fails(DeadlineExceeded, lease, [0, 1], deadline_s=seconds_left)
+        load = pair.reader.start_load(load_request(lease, [0, 1], deadline_s=seconds_left))
+        with pytest.raises(
+            DeadlineExceeded, match=r"request 'req' .*in phase 'queued': its deadline_s was .* when it was"
+        ):
+            await load
+        assert (error.phase, error.blame, error.retryable, error.quarantine) == ("queued", "nobody", True, None)
+        assert [(one.outcome, one.phase) for one in records.loads] == [("DeadlineExceeded", "queued")] * 2
+        assert (pair.loading.failed, pair.loading.refused, pair.reader.statistics().peers) == (2, 0, ())
+        await pair.load(lease, [0, 1], deadline_s=5.0)
+        assert await lease is LeaseOutcome.READ
 
 
 @pytest.mark.parametrize(("field", "value"), [("host", "a..b"), ("engine_id", "\ud800"), ("lease_id", "0" * 32)])

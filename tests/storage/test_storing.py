@@ -496,6 +496,19 @@ async def test_what_are_no_keys_drops_nothing(engine: StoringEngine, keys: Any) 
 # --- the books
 
 
+async def test_no_time_is_left_for_a_save_or_a_restore(engine: StoringEngine) -> None:
+    await engine.save("a")
+    for seconds_left in (0, -0.25, float("-inf")):
+        for call in (engine.save("b", deadline_s=seconds_left), engine.restore("a", deadline_s=seconds_left)):
+            with pytest.raises(
+                DeadlineExceeded, match=r"^request '(save b|restore a)': .* its deadline_s was"
+            ) as caught:
+                await call
+            assert caught.value.phase == "queued"
+    assert len(engine.files) == 1
+    await engine.quiet()
+
+
 async def test_a_cache_that_has_moved_is_neither_saved_nor_filled(engine: StoringEngine) -> None:
     await engine.save("a")
     engine.kv_caches["layers.1"].share_memory_()

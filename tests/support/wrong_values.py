@@ -124,6 +124,7 @@ REFUSED: Mapping[str, Callable[[], list[Any]]] = {
     "float | None": _no_seconds,
     **dict.fromkeys(("Seconds", "SealHold"), lambda: [None, *_no_seconds()]),
     "Seconds | None": _no_seconds,
+    "Deadline | None": lambda: [*_no_number(), float("nan"), float("inf"), 1e300, 1 << 70, 10**400, np.float32("nan")],
     "Share": lambda: [None, *_no_number(), -0.1, 1.1, 2, float("nan"), float("inf"), 10**400],
     "StoreKey": lambda: [None, *_odd(), 0, 1.5, "", b"", "x" * 257, b"x" * 257, bytearray(b"k"), "\ud800", [], {}],
     "bool | None": lambda: [*_odd(), 0, 1, 1.0, "", "True", [], np.True_],
@@ -132,6 +133,7 @@ REFUSED: Mapping[str, Callable[[], list[Any]]] = {
     **dict.fromkeys(_COUNTS, lambda: [None, *_no_whole_number(), -1]),
     **dict.fromkeys(("Count | None", "Size | None"), lambda: [*_no_whole_number(), -1]),
     **dict.fromkeys(_TEXTS, lambda: [None, *_no_text()]),
+    "GivenTraceparent": list,  # whatever a client sends
     **dict.fromkeys(_WORDS, lambda: [None, *_no_text(), "a b"]),
     **dict.fromkeys(("str | None", "AdvertisedHost | None"), _no_text),
     "Path | None": lambda: [

@@ -217,6 +217,8 @@ class Loader:
             raise
         deadline_s = config.load_deadline_s if plain.deadline_s is None else plain.deadline_s
         load = Load(plain, tickets[0], tables, entries, cache.clock, begun_s)
+        if deadline_s <= 0:
+            load.stall_text = f": its deadline_s was {deadline_s:g} when it was requested"
         load.deadline_at_s = asyncio.get_running_loop().time() + deadline_s - waited_s
         self._loads[load] = None
         self._idle.clear()
@@ -299,7 +301,7 @@ class Loader:
         """
         if isinstance(error, PeerError | LoadError | InvalidInput):  # loads of one handshake may share it
             error = error.of_request(load.request_id, load.ticket.engine_id)
-        if isinstance(error, PeerError | LoadError) and load.attempts is None:
+        if isinstance(error, PeerError | LoadError) and load.attempts is None and load.current_phase != "queued":
             self._note_never_read(load.ticket.engine_id, str(error))
         error.quarantine = load if load.flight is not None and not load.flight.safe else None
         logger.info("load %s failed in phase %s: %s", load.request_id, load.current_phase, error)

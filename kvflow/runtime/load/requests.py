@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
 from kvflow import checks
-from kvflow.checks import Count, Seconds
+from kvflow.checks import Count, Deadline
 from kvflow.core.plan.descriptors import GivenBlockIds
 from kvflow.core.policy.events import GivenEvent
 from kvflow.core.protocol.ticket import Ticket
@@ -36,8 +36,7 @@ class LoadRequest:
 
     `block_ids` begin with the block of token `cached_tokens` and end with the block of the last offered token
     (`Ticket.offered_tokens`). If they do not, RequestError names the number of blocks given and needed. If `block_ids`
-    is empty, because everything was cached, nothing is read, and the producer is notified. If the offer has no blocks,
-    nothing is read either, and `LoadReport.tokens` is 0.
+    is empty, because everything was cached or the offer has no blocks, nothing is read, and the producer is notified.
 
     For a cache of several groups, `block_ids` is a list for each group, in order, or a dict by group name. The blocks
     of a sliding-window group end with the block of the last offered token. A group with recurrent state has one slot,
@@ -45,14 +44,14 @@ class LoadRequest:
 
     `ticket` is a Ticket or its dict, or a list of several for one prompt, the best first: if a producer fails or its
     lease has ended, the load reads from the next one. `deadline_s` covers every phase; None means
-    Config.load_deadline_s. Where loads have to wait for each other, a smaller `priority` goes first; loads of equal
-    priority take turns.
+    Config.load_deadline_s. If it is 0 or less, the load fails with DeadlineExceeded in phase "queued". Where loads have
+    to wait for each other, a smaller `priority` goes first; loads of equal priority take turns.
     """
 
     request_id: str
     ticket: GivenTicket | Sequence[GivenTicket]
     block_ids: GivenBlockIds
-    deadline_s: Seconds | None = None
+    deadline_s: Deadline | None = None
     priority: int = 0
     prompt: Sequence[int] | None = None
     """Token ids of the prompt. PromptMismatch if the ticket is known to be for another prompt."""
