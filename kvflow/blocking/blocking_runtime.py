@@ -195,18 +195,21 @@ class Runtime:
                 load.cancel()
                 load.wait_done(after_s)
 
-    @contextlib.contextmanager
-    def keep_leases(self, ticket: Ticket | Mapping[str, Any]) -> Iterator[None]:
+    def keep_leases(self, ticket: Ticket | Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
         """Blocking form of `kvflow.Runtime.keep_leases`: renew the leases of a ticket during a `with` body.
 
         Leaving the body never waits.
         """
-        kept = contextlib.ExitStack()
-        self._thread.call_now(lambda rt: kept.enter_context(rt.keep_leases(ticket)))
+        return self._keep_on_loop(self._thread.call_now(lambda rt: rt.keep_leases(ticket)))
+
+    @contextlib.contextmanager
+    def _keep_on_loop(self, kept: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+        entered = contextlib.ExitStack()
+        self._thread.call_now(lambda _: entered.enter_context(kept))
         try:
             yield
         finally:
-            self._thread.call_soon(kept.close)
+            self._thread.call_soon(entered.close)
 
     def release_blocks(self, ticket: Ticket | Mapping[str, Any]) -> bool:
         """Blocking form of `kvflow.Runtime.release_blocks`: release a ticket's leases without reading the blocks."""

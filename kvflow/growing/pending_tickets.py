@@ -47,6 +47,8 @@ logger = logger_of(__name__)
 
 ErrorT = TypeVar("ErrorT", bound=LoadError)
 
+_GUESSED_CHARS = 8
+"""Names with fewer characters can be guessed within hours, at the questions per second that a side channel answers."""
 _EQUAL_FIELDS = ("num_tokens", "block_ids", "extends", "prompt_digest")
 
 
@@ -65,6 +67,7 @@ class PendingTickets:
         self._local = cache.local
         self._resolver = cache.kvflow_resolver
         self._remote_leases = cache.remote_leases
+        self._guessable_logged = False
 
     async def perform(self, load: Load) -> LoadReport:
         """Wait for the offer of the load's pending ticket, then perform the load as usual, and return its report."""
@@ -78,6 +81,13 @@ class PendingTickets:
         PeerError or RequestError. If the offer does not fit the request, raise PromptMismatch or RequestError.
         """
         load.enter_phase("handshake")
+        if len(load.ticket.request_id) < _GUESSED_CHARS and not self._guessable_logged:
+            self._guessable_logged = True
+            logger.warning(
+                "request %r: the name of its pending ticket is short enough to be guessed, and any engine that knows "
+                "the name may read the blocks: use secrets.token_hex(16)",
+                load.request_id,
+            )
 
         def on_lease(source: Source, ttl_s: float) -> None:
             self._remote_leases.start_renewing(load, ttl_s, source)

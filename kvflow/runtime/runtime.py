@@ -23,6 +23,7 @@ from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, KVFlowError, RequestError, RuntimeUnavailable, UsageError
 from kvflow.runtime.assembly import RegisteredCache
+from kvflow.runtime.load.leases import warn_if_never_entered
 from kvflow.runtime.load.load import Load, refused_load
 from kvflow.runtime.load.loader import Loader
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
@@ -337,6 +338,8 @@ class Runtime:
     def keep_leases(self, ticket: Ticket | Mapping[str, Any]) -> AbstractContextManager[None]:
         """Renew the leases of a ticket while a request waits for its load: `with runtime.keep_leases(ticket): ...`.
 
+        Without `with`, nothing is renewed, and a warning is logged.
+
         Entering the context does not wait: in the background the ticket's ranks are connected and the leases renewed,
         for at most Config.lease_lifetime_s. `statistics().loading.renewals` counts the renewals. If a lease cannot be
         renewed, only the load of the ticket raises the error.
@@ -351,7 +354,10 @@ class Runtime:
             RequestError: the ticket is wrong.
         """
         cache = self._require_cache("keep_leases")
-        return self._keep_on_loop(cache.remote_leases.renewing(cache.resolver.read_ticket(ticket)))
+        known, entered = cache.resolver.read_ticket(ticket), list[bool]()
+        kept = self._keep_on_loop(cache.remote_leases.renewing(known), entered)
+        weakref.finalize(kept, warn_if_never_entered, entered, known.request_id).atexit = False
+        return kept
 
     async def prewarm(
         self, engines: Iterable[PeerAddress | Ticket | Mapping[str, Any]]
@@ -443,7 +449,8 @@ class Runtime:
             raise
 
     @contextmanager
-    def _keep_on_loop(self, kept: AbstractContextManager[None]) -> Iterator[None]:
+    def _keep_on_loop(self, kept: AbstractContextManager[None], entered: list[bool]) -> Iterator[None]:
+        entered.append(True)
         require_loop(self._supervisor.loop, "keep_leases")
         with kept:
             yield

@@ -535,7 +535,7 @@ async def test_what_again_does_wrong_ends_the_load(brought: Any, error: type[KVF
         gone = await made.gone()
         with pytest.raises(error, match=match):
             await made.load([gone], again=again)
-        with pytest.raises(RequestError, match="again: expected an async function, got 7"):
+        with pytest.raises(RequestError, match=r"again: expected an async function \(async def\), got 7"):
             await made.load([gone], again=7)
         assert made.blocks.free == 16
 

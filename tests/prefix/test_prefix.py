@@ -712,7 +712,7 @@ async def test_a_request_that_cannot_be_right_or_whose_blocks_are_busy(them: Fle
         ("key_tokens", 0),
         ("peers", ["tcp://127.0.0.1:1"] * 65),
         ("cached_tokens", -1),
-        ("deadline_s", 0),
+        ("deadline_s", float("nan")),
         ("recompute_s_per_token", -1),
         ("block_ids", [99]),
     ]

@@ -997,7 +997,7 @@ async def test_what_cannot_be_right_is_refused(tmp_path: Path) -> None:
         ({"block_ids": [1]}, "group 'kv': 1 block of 4 tokens, num_tokens 8 needs 2"),
         ({"block_ids": [1, 2, 3]}, "3 blocks of 4 tokens"),
         ({"num_tokens": 0}, "num_tokens: expected `int` >= 1"),
-        ({"deadline_s": -1.0}, "deadline_s"),
+        ({"deadline_s": float("nan")}, "deadline_s"),
     ]
     async with storing(tmp_path) as engine:
         for kind, verb in ((SaveRequest, "save"), (RestoreRequest, "restore")):

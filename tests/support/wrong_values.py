@@ -133,7 +133,7 @@ REFUSED: Mapping[str, Callable[[], list[Any]]] = {
     **dict.fromkeys(_COUNTS, lambda: [None, *_no_whole_number(), -1]),
     **dict.fromkeys(("Count | None", "Size | None"), lambda: [*_no_whole_number(), -1]),
     **dict.fromkeys(_TEXTS, lambda: [None, *_no_text()]),
-    "GivenTraceparent": list,  # whatever a client sends
+    "GivenTraceparent": lambda: [value for value in _no_text() if not isinstance(value, str)],
     **dict.fromkeys(_WORDS, lambda: [None, *_no_text(), "a b"]),
     **dict.fromkeys(("str | None", "AdvertisedHost | None"), _no_text),
     "Path | None": lambda: [

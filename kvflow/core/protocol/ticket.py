@@ -437,7 +437,7 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
             fields["block_ids"], fields["more_block_ids"] = (tables[0], tables[1:]) if nested else (tables, ())
             fields["engine_id"], fields["request_id"] = params["remote_engine_id"], params["remote_request_id"]
             fields["tp_size"] = params["tp_size"]
-            if (trace := fields.get("traceparent", "")) or type(trace) is not str:
+            if (trace := fields.get("traceparent")) and type(trace) is str:
                 fields["traceparent"] = read_traceparent(trace)
             if type(version) is not int or version != PROTOCOL_VERSION:
                 raise RequestError(f"ticket: kvflow version: ours {PROTOCOL_VERSION}, theirs {short_repr(version)}")

@@ -94,6 +94,16 @@ class LeaseIdNotifier:
             self._transport.notify(agent, codec.encode(message), self._join)
 
 
+def warn_if_never_entered(entered: Sequence[bool], request_id: str) -> None:
+    """Log a warning if a context manager of `keep_leases` was dropped without being entered (`entered` is empty)."""
+    if not entered:
+        logger.warning(
+            "request %r: keep_leases() was called without `with`, so nothing renews its leases: write "
+            "`with runtime.keep_leases(ticket):`",
+            request_id,
+        )
+
+
 class RemoteLeases:
     """Renews the leases on other engines that this rank needs, and gives back leases that it does not need."""
 

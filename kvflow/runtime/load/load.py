@@ -88,7 +88,7 @@ class Load:
         self.progress_wanted = False
         self.progress: Progress | None = None
         """Latest progress while the load is under way; None until the first tokens have landed."""
-        self._task: asyncio.Task[LoadReport] | None = None
+        self._task: asyncio.Future[LoadReport] | None = None
         self._outcome: LoadReport | BaseException | None = None
         self._progress_event: asyncio.Event | None = None
         self._clock = clock or SystemClock()
@@ -134,10 +134,12 @@ class Load:
         return f"<Load {self.request_id} {state}>"
 
     def __await__(self) -> Generator[Any, None, LoadReport]:
-        if self._task is not None and self._outcome is None:
+        if self._task is None:
+            return self._result().__await__()
+        if self._outcome is None:
             require_loop(self._task.get_loop(), f"request {self.request_id!r}: awaiting it")
             return _result_of(self._task).__await__()
-        return self._result().__await__()
+        return self._task.__await__()  # also of a load that is done: asyncio logs errors that nobody has retrieved
 
     def __aiter__(self) -> AsyncIterator[Progress]:
         self.follow()
@@ -239,10 +241,10 @@ class Load:
 
         Task `kvflow-load <request>`: begun by `start_load`; `load_blocks` runs in its caller's task. It ends when the
         load has its outcome; a cancelled load has it within `cancel_grace_s`. Awaiting the load raises the task's
-        error.
+        error. If nobody awaits it, asyncio logs the error.
         """
-        self._task = asyncio.create_task(work(), name=f"kvflow-load {without_secrets(self.request_id)}")
-        return self._task
+        self._task = task = asyncio.create_task(work(), name=f"kvflow-load {without_secrets(self.request_id)}")
+        return task
 
     def set_outcome(self, outcome: LoadReport | BaseException) -> None:
         """Only for `Loader`: set the report that awaiting the load returns, or the exception that it raises."""
@@ -348,7 +350,7 @@ class Load:
         raise self._outcome
 
 
-async def _result_of(task: asyncio.Task[LoadReport]) -> LoadReport:
+async def _result_of(task: asyncio.Future[LoadReport]) -> LoadReport:
     """Return the result of a load's task, or raise its error. If cancelled, cancel the task and wait for its end."""
     try:
         return await asyncio.shield(task)
@@ -390,6 +392,9 @@ def refused_load(request: LoadRequest, error: KVFlowError) -> Load:
     """Return a load that ended before it began: awaiting it raises `error`."""
     load = Load(LoadRequest(request_name(request), {}, ()))
     load.set_outcome(error)
+    with contextlib.suppress(RuntimeError):  # without a running loop nothing logs errors that nobody has retrieved
+        load._task = asyncio.get_running_loop().create_future()
+        load._task.set_exception(error)
     return load
 
 

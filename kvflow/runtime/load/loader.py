@@ -87,6 +87,8 @@ class Loader:
         self._verified: Counter[Verification] = Counter()
         self._never_read: BoundedMap[str, int] = BoundedMap(_ENGINES_MAX)
         """Number of failed loads by engine id, for engines from which no load has ever succeeded."""
+        self._one_sided: BoundedMap[str, None] = BoundedMap(_ENGINES_MAX)
+        """Engines for which `_note_one_sided_prompt` has logged its warning."""
 
     @property
     def statistics(self) -> LoadingStatistics:
@@ -212,6 +214,9 @@ class Loader:
             if plain.prompt is not None or plain.num_tokens is not None:
                 for one in tickets:
                     check_against_ticket(cache.local.groups, plain, one, tables)
+            # Connectors compare prompts in their schedulers: their requests have `num_tokens`.
+            if plain.num_tokens is None and (plain.prompt is None) is (tickets[0].prompt_digest != ""):
+                self._note_one_sided_prompt(plain, tickets[0])
         except KVFlowError as error:
             self.refuse(request, error)
             raise
@@ -308,6 +313,23 @@ class Loader:
         self._end(load, error, "failed", type(error).__name__, str(error))
         return error
 
+    def _note_one_sided_prompt(self, request: LoadRequest, ticket: Ticket) -> None:
+        """Log a warning, once for each engine, that prompts are not compared, since only one side has given them."""
+        known = ticket.engine_id in self._one_sided or ticket.awaited
+        if known or not (ticket.has_blocks and ticket.leases_can_be_asked):
+            return
+        self._one_sided[ticket.engine_id] = None
+        given, lacking = f"the ticket of engine {ticket.engine_id!r}", "LoadRequest"
+        if request.prompt is not None:
+            given, lacking = "LoadRequest", f"ServeRequest of engine {ticket.engine_id!r}"
+        logger.warning(
+            "request %r: a ticket of another prompt would not be noticed: %s has a prompt, but %s has none: "
+            "give prompt= on both sides, or on none",
+            request.request_id,
+            given,
+            lacking,
+        )
+
     def _note_never_read(self, engine_id: str, why: str) -> None:
         """Count a failed load, unless a load has read from that engine before. At `NEVER_READ_AT`, log a warning.
 
@@ -331,8 +353,6 @@ class Loader:
         """Callback at the end of a load's task: end the load if the task was cancelled before its first step."""
         if load.performing_task is None:
             self._end(load, asyncio.CancelledError(), "cancelled", CANCELLED)
-        if not task.cancelled():
-            task.exception()  # mark it as retrieved: it is logged, and awaiting the load raises it
 
     def _overdue_error(self, load: Load) -> KVFlowError:
         """Return the error of a load that ran out of time, or that ends because the loader or the transport ended."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import enum
+import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, TypeAlias
@@ -83,8 +84,9 @@ class LoadRequest:
 
 
 def _checked_again(value: object, what: str) -> object:
-    if value is not None and not callable(value):
-        raise RequestError(f"{what}: expected an async function, got {checks.short_repr(value)}")
+    calls = (value, type(value).__call__) if callable(value) else ()
+    if value is not None and not any(map(inspect.iscoroutinefunction, calls)):
+        raise RequestError(f"{what}: expected an async function (async def), got {checks.short_repr(value)}")
     return value
 
 

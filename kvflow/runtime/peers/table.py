@@ -53,7 +53,7 @@ logger = logger_of(__name__)
 
 _FIRST_PAUSE_S, _PAUSE_MAX_S = 0.005, 0.2
 _UNREACHABLE_MAX = 3  # failures in a row: a listener that has too many connections drops all
-_LOGGED_INCOMPATIBLE_MAX = 1024
+_LOGGED_MAX = 1024
 
 T = TypeVar("T")
 
@@ -99,8 +99,9 @@ class Peers:
         self._contacts = FirstContacts(config)
         self.by_address: dict[tuple[str, Rank, str], Peer] = {}
         """All peers by `Address`. Other modules may read this dict but not change it."""
-        self._logged_incompatible: BoundedMap[tuple[str, str], None] = BoundedMap(_LOGGED_INCOMPATIBLE_MAX)
-        """Bounded set of (address, error text) for which `note_incompatible` has logged its warning."""
+        self._own = (cache.local.caller, cache.incarnation)
+        self._logged: BoundedMap[tuple[str, str], None] = BoundedMap(_LOGGED_MAX)
+        """Bounded set of (address or engine id, text) for which a warning was logged."""
         self._sweep_alarm = Alarm(cache.clock, self._evict_idle)
         self._closed = False
 
@@ -412,6 +413,7 @@ class Peers:
         past.extend(other for other in others if other is not None and other not in past)
         peer.fire("connected")
         peer.connection = connection
+        self._note_twins(peer, connection.incarnation)
         peer.was_connected = True
         peer.tried_incarnations = {connection.incarnation}
         peer.last_error = ""
@@ -432,12 +434,30 @@ class Peers:
         peer.note_error(str(error))
         self._disconnect(peer, event, str(error))
 
+    def _note_twins(self, peer: Peer, incarnation: str) -> None:
+        """Log a warning, once for each engine id, if another engine with the id of `peer`'s engine is known.
+
+        An engine that has moved to another address without a goodbye looks the same for a while.
+        """
+        found = [(one.at, one.connection.incarnation) for one in self.by_address.values() if one.connection]
+        places = [at.address for at, other in [*found, self._own] if at[:2] == peer.at[:2] and other != incarnation]
+        if places and (known := (peer.engine_id, "several engines")) not in self._logged:
+            self._logged[known] = None
+            logger.warning(
+                "engine id %r (%s) is that of several engines: at %s and at %s: give each engine its own engine_id, "
+                "or counts, back-off and warnings of one are taken for those of the other",
+                peer.engine_id,
+                peer.rank,
+                peer.address,
+                ", ".join(places),
+            )
+
     def note_incompatible(self, error: PeerIncompatible) -> None:
         """Log, once for each address and reason, that no load can read from an incompatible peer."""
         known = (str(error.peer), str(error))
-        if known not in self._logged_incompatible:
+        if known not in self._logged:
             logger.warning("%s; every load from it fails until the configuration of one side is changed", error)
-        self._logged_incompatible[known] = None
+        self._logged[known] = None
 
     def _count_failure(self, peer: Peer, after: Callable[..., Circuit]) -> float:
         """Count a failure of `peer` and return its back-off in seconds.
