@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import fields, replace
 from functools import lru_cache, partial, wraps
 from itertools import islice
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -136,7 +136,9 @@ def checked(value: object, what: str, kind: Any, error: ErrorKind = RequestError
         raise
     except Exception as refused:
         size = f"{len(plain)}: " if isinstance(plain, str) and "length" in str(refused) else ""
-        raise error(f"{what}: {_expected(refused)}, got {size}{short_repr(value)}") from refused
+        array = try_call(lambda: callable(value.item))  # type: ignore[attr-defined]
+        hint = f"; {what}.item() is a number" if array and type(plain) is object else ""
+        raise error(f"{what}: {_expected(refused)}, got {size}{short_repr(value)}{hint}") from refused
 
 
 @lru_cache
@@ -318,14 +320,23 @@ def _array_of(values: object) -> npt.NDArray[Any]:
     return np.asarray(values)
 
 
-def one_of(value: object, what: str, *, known: Iterable[str], error: ErrorKind = RequestError) -> str:
-    """Return `value` as str. Raise `error` unless it is one of the words in `known`."""
+def one_of(
+    value: object,
+    what: str,
+    *,
+    known: Iterable[str],
+    error: ErrorKind = RequestError,
+    meant: Mapping[str, str] = MappingProxyType({}),
+) -> str:
+    """Return `value` as str. Raise `error` unless it is one of the words in `known`.
+
+    `meant`: for some other words, the known word that the error's message suggests.
+    """
     plain, words = text(value, what, error=error), tuple(map(str, known))
     if plain not in words:
         *most, last = map(repr, words)
-        raise error(
-            f"{what}: expected {', '.join(most)} or {last}, got {short_repr(value)}{did_you_mean(plain, words)}"
-        )
+        hint = did_you_mean(meant.get(plain, plain), words)
+        raise error(f"{what}: expected {', '.join(most)} or {last}, got {short_repr(value)}{hint}")
     return plain
 
 
@@ -441,16 +452,22 @@ def _check_of(hint: Any, error: Any) -> Check | None:
     return check if check is None or one is hint else lambda value, name: None if value is None else check(value, name)
 
 
-def refuse_unknown_arguments(kind: type[ValueT]) -> type[ValueT]:
+def refuse_unknown_arguments(kind: type[ValueT], **nested: Any) -> type[ValueT]:
     """Decorate dataclass `kind`: its constructor then raises ConfigError for an unknown argument.
 
-    The error's message suggests the known argument with the most similar name.
+    The error's message suggests the known argument with the most similar name. `nested`: for some fields of `kind`, the
+    dataclass of the field's values, so that the message can say where an argument of that class belongs.
     """
     made, known = kind.__init__, [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
+    inner = {one.name: (name, of) for name, of in nested.items() for one in fields(of)}
 
     @wraps(made)
     def make(self: ValueT, *values: object, **given: object) -> None:
         if not given.keys() <= set(known):
+            for name in inner.keys() & given.keys():
+                place, of = inner[name]
+                hint = f"write {kind.__name__}({place}={of.__name__}({name}=...))"
+                raise ConfigError(f"{kind.__name__}: unknown: {name}; it is a field of {of.__name__}: {hint}")
             check_known(given, known, where=kind.__name__)
         made(self, *values, **given)
 

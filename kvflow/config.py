@@ -54,7 +54,7 @@ def rank_offset(dp_rank: int, pp_rank: int, tp_rank: int, *, tp_size: int, pp_si
     return (dp_rank * pp_size + pp_rank) * tp_size + tp_rank
 
 
-@checks.refuse_unknown_arguments
+@partial(checks.refuse_unknown_arguments, limits=Limits)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """Settings of one rank of an engine, each described in docs/reference/config and in the source below the setting.
@@ -304,5 +304,9 @@ Path: TypeAlias = Annotated[str | PathLike[str], _path]
 Texts: TypeAlias = Annotated[Mapping[str, str], _texts]
 GivenLimits: TypeAlias = Annotated[Limits, _limits]
 Mode: TypeAlias = Annotated[str, partial(checks.one_of, known=("auto", "always", "never"), error=ConfigError)]
-Role: TypeAlias = Annotated[str, partial(checks.one_of, known=("producer", "consumer", "both"), error=ConfigError)]
+_ROLES_MEANT = {"prefill": "producer", "decode": "consumer"}
+Role: TypeAlias = Annotated[
+    str,
+    partial(checks.one_of, known=("producer", "consumer", "both"), error=ConfigError, meant=_ROLES_MEANT),
+]
 TransportName: TypeAlias = Annotated[str, partial(checks.one_of, known=("nixl", "inproc"), error=ConfigError)]

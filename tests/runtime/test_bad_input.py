@@ -5,16 +5,39 @@ What a ticket may say is in `core/protocol/test_ticket.py`.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from functools import partial
+from inspect import isawaitable
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 from pairs import EnginePair, load_request, open_pair
-from tests_support import PATIENT, Records, altered, limited
+from tests_support import PATIENT, Records, altered, limited, small_cache
 
-from kvflow import Lease, LeaseOutcome, LoadRequest, RuntimeState, ServeRequest, Ticket
-from kvflow.errors import DeadlineExceeded, Overloaded, PromptMismatch, RequestError
+from kvflow import (
+    CacheLayout,
+    Config,
+    Lease,
+    LeaseOutcome,
+    LoadRequest,
+    RuntimeState,
+    ServeRequest,
+    Ticket,
+    merge_tickets,
+)
+from kvflow.core.cache.groups import groups_of
+from kvflow.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvalidInput,
+    LayoutError,
+    Overloaded,
+    PromptMismatch,
+    RequestError,
+)
 from kvflow.testing import assert_blocks_equal, inproc_pair
 
 LISTS = "expected a flat list of whole numbers"
@@ -125,6 +148,96 @@ async def test_blocks_that_an_offer_without_blocks_would_leave_empty_are_refused
         assert (report.tokens, report.blocks) == (0, 0)
     pair.assert_loaded([], [])
     await lease
+
+
+CACHE, LAYOUT = small_cache()
+TENSORS = list(CACHE.values())
+NAMES = r'expected a dict of tensors by layer name, got a list of 2: write \{f"layers\.\{index\}": tensor for .*\}'
+
+
+def served(pair: EnginePair, **changes: Any) -> Lease:
+    given: dict[str, Any] = {"request_id": "new", "block_ids": [7, 9], "num_tokens": 8}
+    return pair.writer.serve_blocks(ServeRequest(**given | changes))
+
+
+def loaded(pair: EnginePair, lease: Lease, **changes: Any) -> Any:
+    given: dict[str, Any] = {"request_id": "req", "ticket": lease.ticket, "block_ids": [0, 1]}
+    return pair.reader.load_blocks(LoadRequest(**given | changes))
+
+
+NEWCOMERS: dict[str, tuple[Callable[[EnginePair, Lease], Any], type[InvalidInput], str]] = {
+    "tensors to infer from": (lambda *_: CacheLayout.infer(TENSORS, order="HND", block_size=4), LayoutError, NAMES),
+    "tensors to register": (lambda *_: groups_of(TENSORS, LAYOUT), LayoutError, NAMES),
+    "a tensor alone": (lambda *_: groups_of(TENSORS[0], LAYOUT), LayoutError, "got a Tensor: write"),
+    "pairs without names": (lambda *_: groups_of([tuple(TENSORS)], LAYOUT), LayoutError, "got a list of 1: write"),
+    "no layout": (lambda *_: groups_of(CACHE, None), LayoutError, r"needs one, such as CacheLayout\.infer\("),
+    "JSON": (
+        lambda pair, lease: loaded(pair, lease, ticket=json.dumps(lease.ticket.to_params())),
+        RequestError,
+        r"ticket: expected a dict .*, got '\{.*; a ticket in JSON is read by json\.loads",
+    ),
+    "a lease": (
+        lambda pair, lease: loaded(pair, lease, ticket=lease),
+        RequestError,
+        "ticket: expected a dict .*, got <Lease req .*; pass the lease's `ticket`",
+    ),
+    "no ticket": (
+        lambda pair, lease: loaded(pair, lease, ticket=None),
+        RequestError,
+        r"got None; .*ticket\.to_params\(",
+    ),
+    "a port with quotes": (
+        lambda pair, lease: loaded(pair, lease, ticket=lease.ticket.to_params() | {"remote_port": "5600"}),
+        RequestError,
+        r"Expected `int`, got `str` - at `\$\.remote_port`, got '5600'; a number is written without quotes",
+    ),
+    "a row of a batch": (
+        lambda pair, lease: loaded(pair, lease, prompt=[list(range(8))]),
+        RequestError,
+        r"prompt: expected a flat list of token ids, got 1 row, the first of 8 tokens: .*prompt\[0\]",
+    ),
+    "a row of a tensor": (
+        lambda pair, _: served(pair, prompt=torch.arange(8)[None]),
+        RequestError,
+        r"prompt: expected a flat list of token ids, got 1 row, the first of 8 tokens: .*prompt\[0\]",
+    ),
+    "tickets of two requests": (
+        lambda pair, lease: merge_tickets([lease.ticket, served(pair).revoke().ticket]),
+        RequestError,
+        "request_id: req and new: expected tickets that the ranks of one engine made for one request",
+    ),
+    "tickets as dicts": (
+        lambda _, lease: merge_tickets([lease.ticket.to_params()]),  # type: ignore[list-item]
+        RequestError,
+        r"tickets only, got \[\{.*Ticket\.from_params",
+    ),
+    "a limit": (
+        lambda *_: Config(engine_id="e", peers_max=3),  # type: ignore[call-arg]
+        ConfigError,
+        r"peers_max; it is a field of Limits: write Config\(limits=Limits\(peers_max=\.\.\.\)\)",
+    ),
+    "prefill": (
+        lambda *_: Config(engine_id="e", role="prefill"),
+        ConfigError,
+        "got 'prefill'; did you mean 'producer'",
+    ),
+    "decode": (lambda *_: Config(engine_id="e", role="decode"), ConfigError, "got 'decode'; did you mean 'consumer'"),
+    "a number as a tensor": (
+        lambda pair, _: served(pair, num_tokens=torch.tensor(8)),
+        RequestError,
+        r"num_tokens: expected `int`, got tensor\(8\); num_tokens\.item\(\) is a number",
+    ),
+}
+
+
+async def test_what_newcomers_write_is_refused_with_what_to_write(pair: EnginePair) -> None:
+    """The message has what was given and what is expected, too."""
+    lease = pair.offer([3, 4])
+    for what, (mistake, error, message) in NEWCOMERS.items():
+        with pytest.raises(error, match=message):
+            made = mistake(pair, lease)
+            assert not isawaitable(made) or not await made, what
+    await pair.load(lease, [0, 1])
 
 
 @pytest.mark.parametrize("seconds_left", [0, -0.25, -2e9, float("-inf")])

@@ -32,6 +32,7 @@ from kvflow.core.cache.tensors import (
     LayerCache,
     checked_caches,
     memory_of,
+    tensors_in,
     tensors_of,
     wire_name,
 )
@@ -280,11 +281,12 @@ def groups_of(kv_caches: KVCaches | Sequence[CacheGroup], layout: CacheLayout | 
     Raises:
         LayoutError: groups contradict each other, for example by equal names; or the tensors do not match `layout`.
     """
-    if not isinstance(kv_caches, tuple | list):
-        if layout is None:
-            raise LayoutError("layout: a cache that is given as a dict of layers needs one")
-        checks.instance(layout, CacheLayout, "layout", error=LayoutError)
+    if not isinstance(kv_caches, tuple | list) or tensors_in(kv_caches):
         caches = checked_caches(cast(KVCaches, kv_caches))
+        if layout is None:
+            hint = "CacheLayout.infer(kv_caches, order=..., block_size=...)"
+            raise LayoutError(f"layout: a cache that is given as a dict of layers needs one, such as {hint}")
+        checks.instance(layout, CacheLayout, "layout", error=LayoutError)
         layout.check(caches)
         return (CacheGroup(DEFAULT_NAME, caches, layout),)
     if layout is not None:

@@ -77,6 +77,9 @@ def tensors_of(name: str, layer: LayerCache) -> tuple[TensorLike, ...]:
 
 def checked_caches(kv_caches: KVCaches) -> dict[str, LayerCache]:
     """Return `kv_caches`, tensors by layer name, as a new dict. LayoutError if a tensor cannot hold a KV cache."""
+    if (found := tensors_in(kv_caches)) is not None:
+        hint = '{f"layers.{index}": tensor for index, tensor in enumerate(kv_caches)}'
+        raise LayoutError(f"kv_caches: expected a dict of tensors by layer name, got {found}: write {hint}")
     layers: dict[str, Any] = dict(checks.mapping(kv_caches, "kv_caches", error=LayoutError))
     if not 0 < len(layers) <= LAYERS_MAX:
         raise LayoutError(f"kv_caches: expected at least one layer and at most {LAYERS_MAX}, got {len(layers)}")
@@ -85,6 +88,18 @@ def checked_caches(kv_caches: KVCaches) -> dict[str, LayerCache]:
         for tensor in tensors_of(name, layer):
             _check_tensor(name, tensor)
     return layers
+
+
+def tensors_in(kv_caches: object) -> str | None:
+    """Return a text that describes `kv_caches` if it is a tensor or a list of tensors without names, else None."""
+    if try_call(partial(hasattr, kv_caches, "element_size")):
+        return f"a {type(kv_caches).__name__}"
+    if isinstance(kv_caches, list | tuple) and any(
+        try_call(partial(hasattr, one, "element_size")) or (isinstance(one, list | tuple) and tensors_in(one))
+        for one in kv_caches[:1]
+    ):
+        return f"a {type(kv_caches).__name__} of {len(kv_caches)}"
+    return None
 
 
 _DENSE_LAYOUT = "torch.strided"

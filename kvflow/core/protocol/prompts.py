@@ -142,13 +142,23 @@ def _part_digest(keys: Sequence[tuple[str | bytes, ...]]) -> bytes:
     return hashlib.blake2b(msgspec.msgpack.encode(keys), digest_size=_DIGEST_BYTES, usedforsecurity=False).digest()
 
 
+def _count_tokens(token_ids: Sequence[int], what: str) -> int:
+    """Return the number of tokens of a prompt. RequestError if it is no list, or a list of rows, as of a batch."""
+    found = count(token_ids, what)
+    row = try_call(lambda: len(token_ids[0])) if found else None  # type: ignore[arg-type]
+    if row is not None:
+        rows = f"{counted(found, 'row')}, the first of {counted(row, 'token')}"
+        raise RequestError(f"{what}: expected a flat list of token ids, got {rows}: pass one row, such as prompt[0]")
+    return found
+
+
 def offered_digest(request_id: str, token_ids: Sequence[int], num_tokens: int) -> str:
     """Return the digest of the first `num_tokens` tokens of a prompt, for its ticket.
 
     RequestError if `token_ids` is shorter, or is not a list of whole numbers.
     """
     what = f"request {request_id!r}: prompt"
-    if count(token_ids, what) < num_tokens:
+    if _count_tokens(token_ids, what) < num_tokens:
         raise RequestError(
             f"request {request_id!r}: the prompt has {counted(len(token_ids), 'token')}, fewer than num_tokens "
             f"{num_tokens}"
@@ -162,7 +172,7 @@ def check_prompt(ticket: Ticket, token_ids: Sequence[int], what: str) -> None:
     The ticket's digest decides; a ticket without a digest passes. `what` begins the message. RequestError if
     `token_ids` is not a list of token ids.
     """
-    found, offered = count(token_ids, f"{what}: prompt"), ticket.num_tokens
+    found, offered = _count_tokens(token_ids, f"{what}: prompt"), ticket.num_tokens
     if not ticket.prompt_digest:
         return
     if found < offered:

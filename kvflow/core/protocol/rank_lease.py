@@ -163,4 +163,7 @@ def invalid_struct(given: Mapping[str, Any], error: Exception, *, in_transit: bo
     said = checks.refused_value_text(error, given)
     if in_transit:
         said = _FIELD.sub(lambda found: f"`$.{_NAMED.get(found[1]) or f'kvflow.{found[1]}'}", said, count=1)
-    return RequestError(f"ticket: {said}" + (f"; {DICT_EXPECTED}" if "required field" in said else ""))
+    hint = f"; {DICT_EXPECTED}" if "required field" in said else ""
+    if "`int`, got `str`" in said:
+        hint = "; a number is written without quotes"
+    return RequestError(f"ticket: {said}{hint}")

@@ -419,9 +419,7 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
     """
     stated: list[str] = []
     if not isinstance(ticket, Ticket):
-        params, nested = _bounded_params(
-            ticket if type(ticket) is dict else checks.mapping(ticket, "ticket"), block_ids_max
-        )
+        params, nested = _bounded_params(ticket if type(ticket) is dict else _given_dict(ticket), block_ids_max)
         fields: dict[str, Any] = {}
         try:
             wanted, decode, tables = params["do_remote_prefill"], params["do_remote_decode"], params["remote_block_ids"]
@@ -447,12 +445,14 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
                 raise RequestError("ticket: do_remote_prefill is false: it does not ask for a load")
             ticket = msgspec.convert(fields, Ticket)
             stated = [*map(_GET_DIGEST, ranks)]
-        except RequestError:
-            raise
-        except KeyError as error:
-            what = f"no required field `{error.args[0]}`, got {short_repr(params)}"
-            raise RequestError(f"ticket: {what}; {DICT_EXPECTED}") from error
         except Exception as error:
+            if (plain := _without_doubles(params)) is not None:
+                return read_ticket(plain, block_ids_max)
+            if isinstance(error, RequestError):
+                raise
+            if isinstance(error, KeyError):
+                what = f"no required field `{error.args[0]}`, got {short_repr(params)}"
+                raise RequestError(f"ticket: {what}; {DICT_EXPECTED}") from error
             raise invalid_struct(fields, error, in_transit=True) from error
     read: Ticket = ticket
     if read.block_ids_count > block_ids_max:
@@ -478,8 +478,18 @@ def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
         raise RequestError(f"merge_tickets: {counted(count, 'ticket')}, but an engine has at most {RANKS_MAX} ranks")
     given = checks.try_call(lambda: tuple(tickets))
     if not given or not all(isinstance(ticket, Ticket) for ticket in given):
-        raise RequestError(f"merge_tickets: expected at least one ticket, and tickets only, got {short_repr(tickets)}")
+        hint = "of a lease pass its `ticket`, of a dict Ticket.from_params(it)"
+        got = f"got {short_repr(tickets)}; {hint}"
+        raise RequestError(f"merge_tickets: expected at least one ticket, and tickets only, {got}")
     first, *others = given
+    for ticket in others:
+        for name in Ticket.__struct_fields__:
+            ours, theirs = getattr(first, name), getattr(ticket, name)
+            if name not in ("ranks", "ttl_s", "traceparent") and ours != theirs:
+                both = f"{str(ours)[:80]} and {str(theirs)[:80]}"
+                raise RequestError(
+                    f"merge_tickets: {name}: {both}: expected tickets that the ranks of one engine made for one request"
+                )
     ranks: dict[tuple[int, int], RankLease] = {}
     for lease in (lease for ticket in given for lease in ticket.ranks):
         known = ranks.setdefault((lease.pp_rank, lease.tp_rank), lease)
@@ -488,11 +498,6 @@ def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
                 f"merge_tickets: two leases of (pp_rank, tp_rank) {(lease.pp_rank, lease.tp_rank)}: seal_index "
                 f"{known.seal_index} of {known.incarnation} and {lease.seal_index} of {lease.incarnation}"
             )
-    for ticket in others:
-        for name in Ticket.__struct_fields__:
-            ours, theirs = getattr(first, name), getattr(ticket, name)
-            if name not in ("ranks", "ttl_s", "traceparent") and ours != theirs:
-                raise RequestError(f"merge_tickets: {name}: {str(ours)[:80]} and {str(theirs)[:80]}")
     return with_changes(first, ranks=tuple(ranks.values()), ttl_s=min(ticket.ttl_s for ticket in given))
 
 
@@ -591,7 +596,7 @@ def _bounded_params(params: Mapping[str, Any], block_ids_max: int) -> tuple[Mapp
     """Check `params`, a ticket's dict that is not parsed yet. RequestError for too many block ids, ranks or fields.
 
     Return the dict, and whether `remote_block_ids` is a list of block tables, one for each group. In the returned dict,
-    missing fields are taken from the copy in the request id (`core.protocol.spare`), and a float such as 3.0 is an int.
+    missing fields are taken from the copy in the request id (`core.protocol.spare`).
     """
     request_id = params.get("remote_request_id")
     if isinstance(request_id, str) and len(request_id) <= _SPARED_CHARS_MAX and SPARE_MARK in request_id:
@@ -618,7 +623,27 @@ def _bounded_params(params: Mapping[str, Any], block_ids_max: int) -> tuple[Mapp
             count += checks.try_call(found.__len__) or 0
     if count > block_ids_max:
         raise too_many_block_ids(count, block_ids_max)
-    if type(params.get("remote_port")) is float:
-        known = {name: params[name] for name in _NAMES if name in params}
-        params = checks.try_call(partial(checks.without_doubles, known)) or params
     return params, nested
+
+
+def _without_doubles(params: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return a ticket's dict with an int in place of each float such as 3.0. Return None if it has no such float.
+
+    A router or gateway may turn all numbers into doubles, or some.
+    """
+    known = {name: params[name] for name in _NAMES if name in params}
+    plain: dict[str, Any] | None = checks.try_call(partial(checks.without_doubles, known))
+    return plain if plain is not None and checks.try_call(lambda: repr(plain) != repr(known)) else None
+
+
+def _given_dict(given: object) -> Mapping[str, Any]:
+    """Return a ticket that is given as a mapping as a dict. RequestError says what to write in place of others."""
+    try:
+        return checks.mapping(given, "ticket")
+    except RequestError as error:
+        hint = DICT_EXPECTED
+        if isinstance(given, str | bytes):
+            hint = "a ticket in JSON is read by json.loads"
+        elif isinstance(checks.try_call(lambda: given.ticket), Ticket):  # type: ignore[attr-defined]
+            hint = "pass the lease's `ticket`"
+        raise RequestError(f"{error}; {hint}") from error

@@ -219,6 +219,21 @@ def test_a_wrong_field_is_named(path: str, value: object) -> None:
     assert len(str(caught.value)) < 300
 
 
+@each(
+    "paths", [["tp_size"], ["kvflow.version"], ["kvflow.num_tokens"], [*PORTS, *RANK_COUNTS, *PLACES, "kvflow.ttl_s"]]
+)
+def test_numbers_that_a_router_has_turned_into_doubles_are_read(paths: list[str]) -> None:
+    params = TICKET.to_params()
+    for path in paths:
+        where, name = where_of(params, path)
+        where[name] = float(where[name])
+    assert Ticket.from_params(params) == TICKET
+    where, name = where_of(params, paths[0])
+    where[name] = 1.5
+    with pytest.raises(RequestError, match=rf"^ticket: .*\b{key_of(paths[0])}\b.*1\.5"):
+        Ticket.from_params(params)
+
+
 @each("path", REQUIRED)
 def test_a_missing_field_is_named(path: str) -> None:
     params = TICKET.to_params()
@@ -505,7 +520,9 @@ def test_tickets_of_different_requests_or_engines_are_not_merged(name: str, at: 
     found[at] = ticket_of(SECOND, **{name: OTHERS[name]})
     with pytest.raises(RequestError) as caught:
         merge_tickets(found)
-    assert str(caught.value) == f"merge_tickets: {name}: {str(getattr(TICKET, name))[:80]} and {str(OTHERS[name])[:80]}"
+    both = f"{str(getattr(TICKET, name))[:80]} and {str(OTHERS[name])[:80]}"
+    expected = "expected tickets that the ranks of one engine made for one request"
+    assert str(caught.value) == f"merge_tickets: {name}: {both}: {expected}"
 
 
 def test_a_ticket_without_leases_names_the_ranks_to_ask() -> None:
