@@ -85,7 +85,7 @@ class PendingTickets:
             self._guessable_logged = True
             logger.warning(
                 "request %r: the name of its pending ticket is short enough to be guessed, and any engine that knows "
-                "the name may read the blocks: use secrets.token_hex(16)",
+                "the name may read the blocks: name it by kvflow.secret_id(...)",
                 load.request_id,
             )
 

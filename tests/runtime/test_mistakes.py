@@ -71,7 +71,7 @@ async def test_a_name_of_a_pending_ticket_that_can_be_guessed(caplog: pytest.Log
         for name, said in (("long enough", False), ("7", True), ("8", False)):
             pair.writer.serve_blocks(ServeRequest(name, [3], 4))
             await pair.load(Ticket.rendezvous(pair.writer.introduce(), name), [0])
-            assert ["secrets.token_hex" in line for line in lines(caplog)] == [True] * said
+            assert ["kvflow.secret_id" in line for line in lines(caplog)] == [True] * said
 
 
 async def test_keep_leases_without_with(pair: EnginePair, caplog: pytest.LogCaptureFixture) -> None:
