@@ -525,7 +525,7 @@ def is_right(parameter: str, value: object) -> bool:
     a_header = parameter == "traceparent" and isinstance(value, str)
     return (
         a_key
-        or no_header
+        or a_header
         or (parameter.endswith("_s") and value == 1.5)
         or (parameter == "copy_blocks" and value is int)
     )
