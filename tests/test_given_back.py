@@ -268,6 +268,14 @@ async def a_prefix_that_is_shared(one: Scene) -> object:
 
 
 @keeps
+async def a_prefix_cache_that_nobody_else_has(one: Scene) -> object:
+    shared = FakePrefixCache(4)
+    one.memory.append(weakref.ref(shared))
+    one.sharing.share(shared)
+    return one.sharing
+
+
+@keeps
 async def blocks_that_are_stored(one: Scene) -> object:
     saved = await one.storage.save(SaveRequest("save", "key", [3, 4], 8))
     restored = await one.storage.restore(RestoreRequest("restore", "key", [5, 6], 8))

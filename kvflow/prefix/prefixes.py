@@ -201,6 +201,7 @@ class Prefixes(Part):
                 await self.drained()
         except TimeoutError:
             return f"a pull of a prefix is still under way after {timeout_s} s"
+        self._questions = self._shared = None  # the engine's prefix cache may refer to tensors
         return ""
 
     def _require(self, what: str) -> tuple[RegisteredCache, PrefixQuestions]:
