@@ -219,7 +219,53 @@ async def closed_under_a_lease(engine: Embedded) -> None:
     engine.ending.set()
 
 
+# --- prefill, in chunks
+
+
+async def a_growing_offer_is_read(engine: Embedded) -> None:
+    engine.computing.clear()
+    prefilling, ticket = engine.prefill_in_chunks(wanted())
+    load = engine.other.runtime.start_load(LoadRequest("request", await ticket, block_ids=[0, 1, 2], prompt=PROMPT))
+    await asyncio.wait([prefilling], timeout=1.0)
+    assert (load.done, engine.chunks_computed) == (False, 0)
+    engine.computing.set()
+    await prefilling
+    assert (await load).tokens == len(PROMPT)
+    assert (engine.other.kv_caches["layers.0"][:, :3] == 1.0).all()
+
+
+def growing_fails(kind: type[Exception], trouble: Callable[[Embedded, asyncio.Task[None]], object]) -> Play:
+    async def play(engine: Embedded) -> None:
+        engine.computing.clear()
+        prefilling, ticket = engine.prefill_in_chunks(wanted())
+        load = engine.other.runtime.start_load(LoadRequest("request", await ticket, block_ids=[0, 1, 2]))
+        await asyncio.wait([prefilling], timeout=1.0)
+        trouble(engine, prefilling)
+        engine.computing.set()
+        with pytest.raises(errors.PrefillFailed):
+            async with asyncio.timeout(5.0):
+                await load
+        await asyncio.wait([prefilling])
+        assert prefilling.cancelled() or isinstance(prefilling.exception(), kind)
+
+    return play
+
+
+async def a_growing_offer_is_given_back(engine: Embedded) -> None:
+    """Its prompt is not computed to its end."""
+    engine.computing.clear()
+    prefilling, ticket = engine.prefill_in_chunks(wanted())
+    await engine.other.runtime.release_blocks(await ticket)
+    engine.computing.set()
+    await prefilling
+    assert engine.chunks_computed == 1
+
+
 PLAYS: dict[str, Play] = {
+    "read while it grows": a_growing_offer_is_read,
+    "compute fails while it grows": growing_fails(MemoryError, lambda engine, _: engine.broken.add("compute")),
+    "cancelled while it grows": growing_fails(asyncio.CancelledError, lambda _, prefilling: prefilling.cancel()),
+    "given back while it grows": a_growing_offer_is_given_back,
     "loaded": a_prompt_is_loaded,
     "lease over": load_fails(errors.LeaseExpired, lambda _, __, lease: lease.revoke()),
     "no peer": load_fails(

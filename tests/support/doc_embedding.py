@@ -41,10 +41,11 @@ class Embedded:
         self.computing = asyncio.Event()
         self.computing.set()
         """While this is not set, `compute` waits."""
+        self.chunks_computed = 0
         self.serving, self.ending = asyncio.Event(), asyncio.Event()
         self.answer: torch.Tensor | None = None
         self.kv_caches = kv_caches()
-        parts = (self.compute, self.generate, self.cached_blocks, self.serve)
+        parts = (self.compute, self.compute_chunks, self.generate, self.cached_blocks, self.serve)
         self.names: Names = {part.__name__: part for part in parts} | {
             "allocator": SimpleNamespace(take=self.take, give_back=self.give_back),
             "kv_caches": self.kv_caches,
@@ -64,6 +65,11 @@ class Embedded:
     async def prefill(self, request: SimpleNamespace) -> Names:
         params: Names = await self.names["prefill"](request)
         return params
+
+    def prefill_in_chunks(self, request: SimpleNamespace) -> tuple[asyncio.Task[None], asyncio.Future[Names]]:
+        """Begin a growing prefill. Return its task, and the ticket that it sends."""
+        ticket: asyncio.Future[Names] = asyncio.get_running_loop().create_future()
+        return asyncio.create_task(self.names["prefill_in_chunks"](request, ticket.set_result)), ticket
 
     async def decode(self, request: SimpleNamespace) -> None:
         await self.names["decode"](request)
@@ -91,6 +97,14 @@ class Embedded:
         await self.computing.wait()
         self._meet("compute")
         self.kv_caches["layers.0"][:, block_ids] = 1.0
+
+    async def compute_chunks(self, prompt: list[int], block_ids: list[int]) -> AsyncIterator[int]:
+        for index, block_id in enumerate(block_ids):
+            await self.computing.wait()
+            self._meet("compute")
+            self.kv_caches["layers.0"][:, block_id] = 1.0
+            self.chunks_computed += 1
+            yield min((index + 1) * SIZE.block_size, len(prompt))
 
     async def generate(self, request: SimpleNamespace, block_ids: list[int]) -> None:
         self._meet("generate")
