@@ -243,7 +243,7 @@ def growing_fails(kind: type[Exception], trouble: Callable[[Embedded, asyncio.Ta
         trouble(engine, prefilling)
         engine.computing.set()
         with pytest.raises(errors.PrefillFailed):
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(10.0):
                 await load
         await asyncio.wait([prefilling])
         assert prefilling.cancelled() or isinstance(prefilling.exception(), kind)
