@@ -79,8 +79,8 @@ class Limits:
     lease_wait_s: Seconds = 1.0
     """Maximum time that a reader waits for a rank to open a lease, if the ticket does not name that rank's lease."""
     seal_hold_s: SealHold = 0.05
-    """Time for which a producer keeps blocks after their lease has ended. A load that takes less than half of this time
-    saves a round trip."""
+    """Time for which a producer keeps blocks after their lease has ended. A load of one read that takes less than half
+    of this time saves a round trip."""
     leases_max: SealCount = 1 << 14
     """Maximum number of leases that are open at the same time. Each has a 16-byte seal that readers check."""
     source_ranks_max: SealCount = 1 << 12

@@ -157,7 +157,7 @@ class _GrowingRead:
                 speed = read.descriptors.size_bytes / took_s
                 before = self._speeds.get(read.source, speed)
                 self._speeds[read.source] = before + (speed - before) * _SPEED_SHARE
-        frontier.note_landed(one, now_s)
+        frontier.note_landed(one)
 
     def _readable_tokens(self, source: Source) -> int:
         """Return how many of the prompt's first tokens `source` has computed into blocks with ids known to the load."""
@@ -214,6 +214,7 @@ class _GrowingRead:
             if wanted and not source.proof.fetch_under_way:
                 self._seals_due.discard(source)
                 await self._flight.post_seal_read(source)
+                frontier.note_fetch_posted(source)
 
     async def _wait(self) -> None:
         """Wait until a read or a fetch of a seal has ended, a rank has answered, or a fetch of seals is due.
@@ -285,9 +286,8 @@ def _readable_in(queue: SpanQueue, readable: Mapping[Source, int]) -> int:
 class Frontier:
     """How far the tokens of a load have landed in all groups, and how far seals prove them.
 
-    A fetched seal of an open lease proves all tokens that landed before the fetch. The seal also proves tokens that
-    landed less than `quick_read_max_s` after the fetch: the lease's blocks were surely held for that time, even if the
-    lease ended right after the fetch (`core.protocol.proof`).
+    A fetched seal of an open lease proves the tokens that had landed before its fetch was posted. No clock decides: a
+    load of a growing lease takes long, and the clocks of a paused machine stand still.
     """
 
     def __init__(
@@ -295,7 +295,6 @@ class Frontier:
     ) -> None:
         """Track the spans of `queues`. Report proven tokens to `load`, as progress, and landed tokens to `history`."""
         self._queues = queues
-        self._sources = sources
         self._load = load
         self._history = history
         self._first = min(queue.tokens.start for queue in queues)
@@ -303,7 +302,10 @@ class Frontier:
         self._on_answer = self._first
         self._landed_stop = self._first
         """Position in the prompt up to which all tokens have landed in all groups of layers, proven or not."""
-        self._landed_s = -math.inf
+        self._fetching = dict[Source, int]()
+        """Value of `_landed_stop` at the post of each seal's fetch, until the fetch ends."""
+        self._proven = dict.fromkeys(sources, self._first)
+        """Position in the prompt up to which the seals of each source prove the tokens."""
 
     @property
     def done(self) -> bool:
@@ -315,26 +317,28 @@ class Frontier:
         """True if tokens have landed that are not proven yet, and so not reported to the load."""
         return self._landed_stop > self._on_answer
 
-    def note_landed(self, span: PromptSpan, now_s: float) -> None:
-        """Record that `span` landed in the local blocks at time `now_s`, and report the tokens that seals prove.
-
-        Landing proves nothing: tokens are reported as the load's progress only once seals prove them.
-        """
+    def note_landed(self, span: PromptSpan) -> None:
+        """Record that `span` landed in the local blocks. That proves nothing: its tokens are not reported yet."""
         span.queue.note_landed(span)
-        self.report_proven()
         self._landed_stop = min(self._last, *(queue.landed_upto for queue in self._queues))
-        self._landed_s = now_s
         if self._history is not None:
             self._history.note(self._landed_stop)
-        self.report_proven()
+
+    def note_fetch_posted(self, source: Source) -> None:
+        """Record that a fetch of the seal of `source` was posted just now: it may prove the tokens landed so far."""
+        self._fetching[source] = self._landed_stop
 
     def report_proven(self) -> None:
-        """Report the landed tokens to the load as its progress, if the seals of all sources prove these tokens."""
-        if self.has_unproven and all(map(self.is_proven_by, self._sources)):
-            self._on_answer = self._landed_stop
-            self._load.note_progress(self._landed_stop - self._first, self._last - self._first)
+        """Report the tokens that the seals of all sources prove by now to the load, as its progress."""
+        for source in [source for source in self._fetching if not source.proof.fetch_under_way]:
+            stop = self._fetching.pop(source)
+            if not source.proof.lease_ended:
+                self._proven[source] = stop
+        proven = min(self._proven.values())
+        if proven > self._on_answer:
+            self._on_answer = proven
+            self._load.note_progress(proven - self._first, self._last - self._first)
 
     def is_proven_by(self, source: Source) -> bool:
-        """Return whether the last fetched seal of `source` proves all tokens that have landed."""
-        quick_s = source.connection.quick_read_max_s
-        return not source.proof.lease_ended and self._landed_s - source.proof.last_open_s < quick_s
+        """Return whether the fetched seals of `source` prove all tokens that have landed."""
+        return self._proven[source] >= self._landed_stop

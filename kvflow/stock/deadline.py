@@ -12,7 +12,8 @@ least `allowance_s` before the bound at that time. After one gap between heartbe
 sent, the bound stays where it is for good.
 
 A read that ends after the bound is refused, whatever has landed. This is weaker than a seal: kvflow cannot check
-whether the router was fast enough and no other engine used the parameters.
+whether the router was fast enough and no other engine used the parameters, nor notice that a hypervisor has paused this
+machine and all of its clocks.
 """
 
 from __future__ import annotations
@@ -152,6 +153,9 @@ class DeadlineProof:
     def fresh_copy(self) -> DeadlineProof:
         """Return this proof itself, since its bound also holds for another read of the same blocks."""
         return self
+
+    def note_read_posted(self) -> None:
+        """Do nothing: each read is judged by the time of its end."""
 
     def note_fetch_posted(self) -> None:
         """Raise AssertionError: a stock producer has no seal to fetch."""

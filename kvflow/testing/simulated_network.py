@@ -41,6 +41,8 @@ class SimHost:
     poller_stalled_until_s: float = 0.0
     agent_lost: bool = False
     """True if the simulation has killed an agent of the running process."""
+    stands_still: bool = False
+    """True while reads that the host has posted wait for its machine, which is paused (`Network.pause`)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -94,6 +96,8 @@ class Network:
         self._flights: dict[SimFlight, None] = {}
         self._cut: dict[frozenset[str], None] = {}
         self._stalled: list[SimFlight] = []
+        self._begun_s: dict[tuple[InprocTransport, InprocTransport], float] = {}
+        """When the latest read of which bytes have landed was posted, by its reader and target."""
         self._ended: asyncio.Future[None] = loop.create_future()
         """Future that is done as soon as any read ends. `_landed` replaces this future before each wait."""
         self._context = copy_context()
@@ -132,6 +136,24 @@ class Network:
     def heal(self) -> None:
         """Repair all cut links between hosts. Reads that were stalled by a cut link continue."""
         self._cut.clear()
+        self.resume()
+
+    def pause(self, host: SimHost, *, waits: bool) -> None:
+        """Pause the machine of `host`: the reads that it has posted land now or, with `waits`, after `resume`.
+
+        A read of which bytes have landed, and every read posted before it, ends now in any case: reads go in order.
+        """
+        for flight in [flight for flight in self._flights if flight.hosts[0] is host]:
+            if not waits or flight.posted_s <= self._begun_s.get((flight.reader, flight.target), -1.0):
+                while flight in self._flights:
+                    if self.linked(*flight.hosts):
+                        self._land(flight)
+                    else:
+                        self._end(flight, TransportError("simulated failure"))
+        host.stands_still = waits
+
+    def resume(self) -> None:
+        """Continue all stalled reads. Those of a host that stands still, or over a cut link, are stalled again."""
         stalled, self._stalled = self._stalled, []
         for flight in stalled:
             self.later(self.delay_s(), self._land, flight)
@@ -197,13 +219,15 @@ class Network:
     def _land(self, flight: SimFlight) -> None:
         """Copy the next portion of a read, or end the read if no portion is left.
 
-        If the read must fail now, or its target is gone, end the read with an error. If the link is cut, stall the read
-        until `heal`. If the reader's process is dead, forget the read.
+        If the read must fail now, or its target is gone, end the read with an error. If the link is cut or the reader's
+        host stands still, stall the read until `resume`. If the reader's process is dead, forget the read.
         """
         reader, target = flight.reader, flight.target
+        if flight not in self._flights:
+            return  # `pause` has ended it
         if flight.processes[0].state is SimProcessState.DEAD:
             self._forget(flight)
-        elif not self.linked(*flight.hosts):
+        elif flight.hosts[0].stands_still or not self.linked(*flight.hosts):
             self._stalled.append(flight)
         elif self._readable(target.name) is not target:
             self._end(flight, PeerGone(f"agent {target.name!r} is gone"))
@@ -214,6 +238,8 @@ class Network:
             self._on_landing(flight, rows)
             reader.copy(rows)
             self._on_landed(flight, rows)
+            pair = reader, target
+            self._begun_s[pair] = max(flight.posted_s, self._begun_s.get(pair, -1.0))
             if flight.fails_after is not None:
                 flight.fails_after -= 1
             self._next(flight)

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -38,6 +39,7 @@ from kvflow.transport.base import (
 )
 
 Row: TypeAlias = tuple[int, int, int]
+_SIZE_OF_ROW = itemgetter(2)
 
 
 class InprocNetwork:
@@ -83,7 +85,8 @@ class InprocFaults:
         self.fail_next: deque[TransportError] = deque()
         """Errors for the next reads, one per read. These reads fail without copying any byte."""
         self.flip_next = 0
-        """Number of reads, beginning with the next, that land with all bits of their last byte inverted."""
+        """Number of reads, beginning with the next, that land with all bits of one byte inverted: the last byte of the
+        last of their largest ranges."""
         self.behind = False
         """Value that the property `InprocTransport.behind` returns."""
         self.never_finish = False
@@ -284,7 +287,8 @@ class InprocTransport:
                 self.copy(rows)
                 if self.faults.flip_next:
                     self.faults.flip_next -= 1
-                    flip_byte(rows[-1][0] + rows[-1][2] - 1)
+                    local, _, size = max(reversed(rows), key=_SIZE_OF_ROW)  # not a seal
+                    flip_byte(local + size - 1)
                 if self.faults.never_finish:
                     continue
             self._report(ReadEnded(read, error, 0.0))

@@ -8,20 +8,23 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
-from kvflow import Lease, LeaseOutcome, ServeRequest
+from kvflow import Lease, LeaseOutcome, Load, ServeRequest
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.core.protocol.proof import SEAL_SIZE_BYTES
 from kvflow.errors import CacheUnregistered, LeaseExpired, RequestError, RuntimeClosed
 from kvflow.testing import (
     InprocCluster,
     InprocPair,
+    ManualClock,
     assert_quiet,
+    inproc_pair,
     run_virtual,
 )
 from kvflow.transport.base import AgentName, PostedRead
 from tests.runtime.test_events import Event
-from tests.support.growing_pairs import BLOCKS, TAKEN, opened, pair_of, wanted
+from tests.support.growing_pairs import BLOCKS, CONFIG, TAKEN, opened, pair_of, wanted
 from tests.support.hand_overs import Attention, HandOver, LayerPart, Paths, run
 from tests.support.reference_model import Engine, Model
 from tests.support.tests_support import each, in_virtual_time
@@ -86,7 +89,7 @@ async def test_what_is_complete_before_any_of_it_is_read_is_read_in_the_order_of
         await (load or pair.consumer.runtime.start_load(wanted(pair, lease)))
         pair.assert_loaded(TAKEN, BLOCKS)
         blocks = [one.remote[one.sizes > SEAL_SIZE_BYTES].tolist() for one in read]
-        assert [one for one in blocks if one] == slices
+        assert [one for one in blocks if one] == [one for one in slices if one]
 
 
 @each("staged", [(False, False), (True, False), (True, True)])
@@ -128,6 +131,47 @@ class Cleared:
             for at, block in enumerate(ids, first):
                 count = size if tokens == self._tokens else min(max(tokens - at * size, 0), size)
                 slots[block, :count] = kept[block, :count]
+
+
+@each("landed", [1, 3, 5])
+@in_virtual_time
+async def test_a_paused_reader_reports_no_token_of_another_prompt(landed: int) -> None:
+    """The reader's machine is paused between reads of a load, its clock stands still, and the lease ends meanwhile."""
+    cluster, still = InprocCluster(), ManualClock()
+    worlds = {"producer_world": cluster.world(), "consumer_world": cluster.world(clock=lambda: still)}
+    async with inproc_pair(config=CONFIG, **worlds) as pair:
+        lease, seen = opened(pair), list[int]()
+        load = pair.consumer.runtime.start_load(wanted(pair, lease))
+        following = asyncio.create_task(followed(load, seen))
+        pair.producer.cache.fill(BLOCKS)
+        lease.advance(4)
+        await asyncio.sleep(0.1)
+        assert seen == [4], "proven, however long it took"
+        pair.consumer.transport.faults.hold = True
+        lease.advance(16)
+        for _ in range(landed):
+            await asyncio.sleep(0.1)
+            assert pair.consumer.transport.perform(1) == 1
+        await asyncio.sleep(0.1)
+        await lease.revoke()
+        for tensor in pair.producer.kv_caches.values():
+            tensor.fill_(12345.0)
+        pair.consumer.transport.faults.hold = False
+        while not load.done:
+            pair.consumer.transport.perform()
+            await asyncio.sleep(0.01)
+        with pytest.raises(LeaseExpired):
+            await following
+        pair.producer.cache.fill(BLOCKS)  # as they were
+        taken, blocks = TAKEN[: seen[-1] // 4], BLOCKS[: seen[-1] // 4]
+        for name, tensor in pair.producer.kv_caches.items():
+            assert torch.equal(pair.consumer.kv_caches[name][:, taken], tensor[:, blocks]), seen
+
+
+async def followed(load: Load, seen: list[int]) -> None:
+    """Note the progress of a load in `seen`."""
+    async for progress in load:
+        seen.append(progress.tokens)
 
 
 @each("staging", ["never", "always"])

@@ -60,6 +60,25 @@ BUGS: dict[str, Bug] = {
         "            self.lease_ended = False",
         (CORE + "protocol/test_proof.py",),
     ),
+    "a clock that stands still vouches for several reads": Bug(
+        "(read_s < self._quick_read_max_s and not self._read_since)",
+        "read_s < self._quick_read_max_s",
+        (
+            CORE + "protocol/test_proof.py",
+            RUNTIME + "leases.py::test_a_lease_that_is_revoked_in_the_middle_of_a_read_is_never_read_stale",
+        ),
+    ),
+    "tokens that land after a seal was fetched are proven by it": Bug(
+        "                self._proven[source] = stop\n",
+        "                self._proven[source] = max(stop, self._landed_stop)\n",
+        ("tests/growing/test_growing.py::test_a_paused_reader_reports_no_token_of_another_prompt",),
+    ),
+    "a hold begins when the lease ends, before its seal is wiped": Bug(
+        "        self._blocks.close(offer.held, failed=failed)\n        self._book.hold(entry, self._clock.now_s())",
+        "        now_s = self._clock.now_s()\n        self._blocks.close(offer.held, failed=failed)\n"
+        "        self._book.hold(entry, now_s)",
+        (RUNTIME + "leases.py::test_a_hold_begins_when_the_seal_is_wiped",),
+    ),
     # --- loads of several tickets
     "the next source is read under the last one": Bug(
         "        if load.flight is not None:\n            await load.flight.settled()\n",

@@ -57,7 +57,7 @@ async def until_reads_ask(pair: EnginePair, count: int) -> None:
 
 def load_of(pair: EnginePair, read: InprocRead) -> int:
     """Which load a held read is of, where load k fills some of the blocks 4 * k to 4 * k + 3."""
-    address = int(read.descriptors.local[-1])  # the first may be a seal
+    address = int(read.descriptors.local[0])  # the last may be a seal
     for tensor in pair.consumer.kv_caches.values():
         offset = address - tensor.data_ptr()
         if 0 <= offset < tensor.nbytes:
@@ -66,11 +66,12 @@ def load_of(pair: EnginePair, read: InprocRead) -> int:
 
 
 async def step(pair: EnginePair, *tasks: asyncio.Task[LoadReport]) -> list[int]:
-    """Perform reads one by one until the tasks are done; which loads they were of."""
+    """Perform reads one by one until the tasks are done; which loads the reads of blocks were of."""
     order = []
     while not all(task.done() for task in tasks):
         if pair.transport.held:
-            order.append(load_of(pair, pair.transport.held[0]))
+            if pair.transport.held[0].size_bytes > SEAL_BYTES:  # a load of several reads fetches its seal once more
+                order.append(load_of(pair, pair.transport.held[0]))
             pair.transport.perform(1)
         await asyncio.sleep(0)
     return order

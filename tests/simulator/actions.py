@@ -22,6 +22,9 @@ def pick(table: Sequence[tuple[int, ActionT]], rng: random.Random) -> ActionT:
     return rng.choices([action for _, action in table], [weight for weight, _ in table])[0]
 
 
+_WAITING_SHARE = 0.7  # share of pauses in which reads that have not begun wait for the machine
+
+
 # --- fault: faults of a running engine
 
 
@@ -34,7 +37,22 @@ def freeze(engine: SimEngine) -> None:
     """Stop a process for a while (SIGSTOP, SIGCONT); its memory can be read meanwhile."""
     engine.note("freezes")
     engine.life.freeze()
-    engine.simulation.network.later(_duration_s(engine), engine.life.thaw)
+    engine.simulation.network.later(_duration_s(engine), engine.go_on)
+
+
+def pause_machine(engine: SimEngine) -> None:
+    """Pause the machine of an engine for a while, as its hypervisor does: its clocks stand still, those of others not.
+
+    A read that the network has begun ends by itself, as do reads that were posted before it. Others end, too, or wait
+    for the machine. So reads go in order: if a pause cuts a post in two, with its seal before its bytes, nothing proves
+    the bytes (docs/decisions/0003-seals.md).
+    """
+    engine.note("is paused")
+    engine.simulation.count("pause")
+    network, rng = engine.simulation.network, engine.simulation.rng
+    network.pause(engine.host, waits=rng.random() < _WAITING_SHARE)
+    engine.pause()
+    network.later(_duration_s(engine), engine.go_on)
 
 
 def partition(engine: SimEngine) -> None:
@@ -108,7 +126,7 @@ STRIKES: Sequence[tuple[int, Callable[[SimEngine, SimEngine], None]]] = (
     (1, cut_off),
 )
 _CUT_OFF_S = (0.3, 1.5)
-_STRUCK_SHARE = 0.5  # share of loads with several sources during which a fault strikes the first source
+_STRUCK_SHARE = 0.5  # share of loads, with several sources or beside pauses, during which a fault strikes
 _STRUCK_AFTER_S = 0.001  # mean time from the start of the load to the fault
 
 
@@ -118,7 +136,10 @@ Delivery = Callable[["SimEngine", SimOffer, Ticket], Coroutine[Any, Any, None]]
 
 
 def load(consumer: SimEngine, offer: SimOffer, ticket: Ticket) -> Coroutine[Any, Any, None]:
-    """Load the offered prompt."""
+    """Load the offered prompt. If machines are paused in this run, the consumer's may be paused meanwhile."""
+    simulation = consumer.simulation
+    if simulation.settings.pauses and simulation.rng.random() < _STRUCK_SHARE:
+        simulation.strike_later(simulation.rng.expovariate(1 / _STRUCK_AFTER_S), pause_machine, consumer)
     return loading.load(consumer, offer, ticket, _plan_load(consumer, offer))
 
 

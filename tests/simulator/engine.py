@@ -57,6 +57,7 @@ class SimEngine:
     """Blocks of earlier prompts that the engine keeps."""
     naps: int
     """Number of naps in this life."""
+    clock: SkewedClock
 
     def __init__(self, simulation: Simulation, shape: Shape, index: int) -> None:
         self.shape = shape
@@ -97,7 +98,7 @@ class SimEngine:
     async def start(self) -> None:
         """Open all ranks, in a task of this life. Their memory comes from the previous life and is overwritten."""
         ranks: list[SimRank] = []
-        clock = SkewedClock(self.shape.clock_offset_s, self.shape.clock_rate)
+        self.clock = clock = SkewedClock(self.shape.clock_offset_s, self.shape.clock_rate)
         world = make_world(lambda: self._network, lambda _: self.host, lambda: clock)
         for index, cache in enumerate(self._caches):
             cache.poison(self.simulation.next_poison(), None)
@@ -260,6 +261,19 @@ class SimEngine:
             took_s = loop.time() - begun_s - (life.frozen_s - frozen_s)
             if not cancelled and took_s > bound_s + self.simulation.settings.conditions.poll_s + 1e-6:
                 self.fail("I7", f"{what} took {took_s:.6f} s, its bound is {bound_s:.6f} s")
+
+    def pause(self) -> None:
+        """Stop the machine: its processes and its clocks stand still until `go_on`."""
+        self.life.freeze()
+        self.clock.stop()
+
+    def go_on(self) -> None:
+        """End a pause of the machine, and let a frozen process run again."""
+        self.clock.go_on()
+        if self.host.stands_still:
+            self.host.stands_still = False
+            self._network.resume()
+        self.life.thaw()
 
     def crash(self) -> None:
         """Kill the process."""

@@ -144,6 +144,7 @@ async def _load_on(rank: SimRank, load: SimLoad, request: LoadRequest) -> Ending
             engine.fail("I2", f"no byte of {request.request_id} was flipped, but {error}")
         if isinstance(error, PrefillFailed) and not (load.offer.broken or load.offer.early):
             engine.fail("I4", f"{request.request_id} was computed, but {error}")
+        rank.unsure += load.cancelled  # it may have succeeded in the turn in which it was cancelled
         return error
     rank.loaded += 1
     engine.simulation.count(f"load: {report.verification}")

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from kvflow.core.protocol import messages
+from kvflow.core.protocol.proof import SealProof
 from kvflow.prefix import keys, pull
 from kvflow.prefix.prefix_requests import PrefixReport, PrefixRequest
 from kvflow.prefix.pull import Pull
@@ -25,6 +26,7 @@ def believe_a_seal_seen_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
         "_source",
         lambda peer, connection, lease: real(peer, connection, msgspec.structs.replace(lease, held=True)),
     )
+    monkeypatch.setattr(SealProof, "note_read_posted", lambda _: None)  # as if each load had one read
 
 
 def unpin_as_soon_as_it_is_leased(monkeypatch: pytest.MonkeyPatch) -> None:

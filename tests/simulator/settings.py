@@ -101,6 +101,11 @@ def model_of(seed: int) -> Model:
     return _MODELS.get(seed % _SEEDS, PLAIN)
 
 
+def pauses(seed: int) -> bool:
+    """Return whether machines are paused in the run of a seed: in a third of all seeds, with each model."""
+    return seed // _SEEDS % 3 == 1
+
+
 _VERIFY_SHARE = 0.7
 _SURVIVED_WITHIN_S = 2.0
 _SHARING_PEERS = 16
@@ -145,6 +150,8 @@ class Settings:
     """Number of faults besides the network conditions: crashes, partitions, frozen engines and the like."""
     naps: int
     """Number of naps of engines."""
+    pauses: int
+    """Number of pauses of machines."""
 
     def config(self, shape: Shape, host: str, index: int) -> Config:
         """Return the Config of the rank `index`. Ranks are counted stage by stage."""
@@ -197,6 +204,7 @@ def draw_settings(seed: int) -> tuple[Settings, random.Random]:
         span_s=rng.uniform(0.3, 2.0),
         faults=rng.choice((0, 1, 2, 3, 4, 6)),
         naps=rng.randint(2, 8) if model.sleeps else 0,
+        pauses=rng.randint(1, 6) if pauses(seed) else 0,
     )
     return settings, rng
 

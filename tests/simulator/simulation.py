@@ -25,7 +25,7 @@ from kvflow.testing.simulated_network import Network, SimFlight
 from kvflow.testing.virtual_loop import Deadlock, SimProcess, SimProcessState, VirtualLoop, new_virtual_loop
 from kvflow.transport.inproc import Row, flip_byte
 from tests.simulator import loading, offering, sharing
-from tests.simulator.actions import FAULTS, nap, pick
+from tests.simulator.actions import FAULTS, nap, pause_machine, pick
 from tests.simulator.checks import check_changed, check_quiet
 from tests.simulator.engine import SimEngine
 from tests.simulator.prompts import Prompts
@@ -147,6 +147,8 @@ class Simulation:
             self.some_time(self.strike, pick(FAULTS, self.rng))
         for _ in range(self.settings.naps):
             self.some_time(self.strike, nap)
+        for _ in range(self.settings.pauses):
+            self.some_time(self.strike, pause_machine)
         if self.settings.model.shares:
             sharing.begin(self)
         await self.pass_time(self.settings.span_s)
@@ -183,13 +185,13 @@ class Simulation:
         self.network.later(delay_s, happen)
 
     def _clear_up(self) -> None:
-        """End bad network conditions, flipped bytes, partitions, frozen engines and stalled pollers."""
+        """End bad network conditions, flipped bytes, partitions, stopped engines and machines, and stalled pollers."""
         self.note("clearing up")
         self.network.conditions = CALM
         self._flipped_share = 0.0
         self.network.heal()
         for engine in self.engines:
-            engine.life.thaw()
+            engine.go_on()
             engine.host.poller_stalled_until_s = 0.0
 
     async def _settle(self) -> None:

@@ -41,7 +41,7 @@ from kvflow.verify import verifying
 from kvflow.verify.cache_digests import DigestSpec
 from tests.simulator import simulate
 from tests.simulator.planted_prefixes import PREFIX_MUTATIONS
-from tests.simulator.settings import model_of
+from tests.simulator.settings import model_of, pauses
 
 SEEDS_MAX = 3000
 
@@ -51,7 +51,7 @@ class Mutation:
     """A broken promise.
 
     `plant` breaks it, one of `invariants` has to report it, and `seed` is known to find it. If `only_where` is given,
-    only seeds with that attribute of `Model` can find it.
+    only seeds with that attribute of `Model` can find it; "pauses": only seeds in which machines are paused.
     """
 
     plant: Callable[[pytest.MonkeyPatch], None]
@@ -108,10 +108,16 @@ def believe_every_seal(*_: Any) -> int:
     return 0
 
 
-@instead_of(peer, "quick_read_max_s", "I2 I3", 3)
-def trust_for_too_long(*_: Any) -> float:
-    """A seal that was fetched at the start is also taken as proof for slow reads."""
-    return 1e9
+@mutation("I2 I3", 3)
+def trust_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A seal that was fetched at the start is also taken as proof for slow reads, and for several."""
+    monkeypatch.setattr(peer, "quick_read_max_s", lambda _: 1e9)
+    monkeypatch.setattr(SealProof, "note_read_posted", lambda _: None)
+
+
+@instead_of(SealProof, "note_read_posted", "I2 I3", 134, "pauses")
+def trust_a_clock_that_stands_still(*_: Any) -> None:
+    """A seal that was fetched with the first of several reads is taken as proof, if they were quick by one clock."""
 
 
 @instead_of(LeaseIdNotifier, "report_read", "I4", 0)
@@ -366,7 +372,8 @@ def find(name: str, seeds: Iterable[int], monkeypatch: pytest.MonkeyPatch) -> No
     planted = MUTATIONS[name]
     planted.plant(monkeypatch)
     for seed in seeds:
-        if planted.only_where and not getattr(model_of(seed), planted.only_where):
+        where = planted.only_where
+        if where and not (pauses(seed) if where == "pauses" else getattr(model_of(seed), where)):
             continue
         violation = simulate(seed).violation
         if violation is not None:

@@ -46,7 +46,7 @@ def every_kind() -> set[str]:
     wanted = {f"load: {ending}" for ending in endings + peer_errors}
     wanted |= {f"lease: {outcome}" for outcome in ("read", "expired", "revoked")}
     wanted |= {f"load: {kind}" for kind in ("verified", "repaired", "unverified", "flipped, and nobody looked")}
-    wanted |= {"offer: forgotten", "offer: told of tokens without blocks", "offer: rendezvous"}
+    wanted |= {"pause", "offer: forgotten", "offer: told of tokens without blocks", "offer: rendezvous"}
     wanted |= {f"{what}: found" for what in ("pull", "pull with rest", "seek")} | {"pull: nothing", "seek: nothing"}
     wanted |= {"pull: a source failed", "pull: several holders", "pull: quarantined", "prefix: reclaimed"}
     wanted |= {f"strike: {action.__name__.replace('_', ' ')}" for _, action in STRIKES}

@@ -271,7 +271,8 @@ class SimRank:
         self.served = 0
         self.loaded = 0
         self.unsure = 0
-        """Loads of pulls that may have succeeded but are in no report, since the pull's other load has failed."""
+        """Loads that may have succeeded but are in no report: another load of the pull has failed, or the caller has
+        cancelled the load in the turn of its success."""
         self.look_up()
 
     def look_up(self) -> None:

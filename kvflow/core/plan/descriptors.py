@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -256,20 +257,18 @@ def match_chunks(
     return tuple(found)
 
 
-def plan_read(groups: Sequence[RegionMap], chunks: Chunks, head: Piece | None = None) -> Descriptors:
+def plan_read(groups: Sequence[RegionMap], chunks: Chunks, last: Piece | None = None) -> Descriptors:
     """Return the descriptors that read `chunks` from one peer.
 
-    `groups`: region maps from `BlockMap.region_maps`. `head`: another read to put before the others, for example of a
+    `groups`: region maps from `BlockMap.region_maps`. `last`: another read to put after the others, for example of a
     seal.
     """
-    plan = _plan_region_map(groups[0], chunks, head)
-    for pairs in groups[1:]:
-        plan = plan.join(_plan_region_map(pairs, chunks, None))
-    return plan
+    plans = (_plan_region_map(pairs, chunks, last if pairs is groups[-1] else None) for pairs in groups)
+    return reduce(Descriptors.join, plans)
 
 
-def _plan_region_map(pairs: RegionMap, chunks: Chunks, head: Piece | None) -> Descriptors:
-    """Return descriptors for `head`, if given, then for all pieces (contiguous reads) of all chunks, by region pair.
+def _plan_region_map(pairs: RegionMap, chunks: Chunks, last: Piece | None) -> Descriptors:
+    """Return descriptors for all pieces (contiguous reads) of all chunks, by region pair, then for `last`, if given.
 
     Chunks that follow each other on both sides are joined if each is one piece.
     """
@@ -286,18 +285,18 @@ def _plan_region_map(pairs: RegionMap, chunks: Chunks, head: Piece | None) -> De
     if pieces == 1 and count > 1:
         local, remote, sizes = _join_pieces(local, remote, size)
         count = len(local)
-    first = 0 if head is None else 1
-    table = np.empty((2, first + regions * count * pieces, 3), dtype=np.int64)
-    grid = table[:, first:].reshape(2, regions, count, pieces, 3)  # a view: only an axis is split
+    rows = regions * count * pieces
+    table = np.empty((2, rows if last is None else rows + 1, 3), dtype=np.int64)
+    grid = table[:, :rows].reshape(2, regions, count, pieces, 3)  # a view: only an axis is split
     grid[:] = first_rows
     grid[0, ..., 0] += local[:, None]
     grid[1, ..., 0] += remote[:, None]
     if sizes is not size:
         grid[..., 1] = np.asarray(sizes).reshape(-1, 1)
-    if head is not None:
-        table[0, 0] = head.local, head.size_bytes, pairs.local_device.number
-        table[1, 0] = head.remote, head.size_bytes, pairs.remote_device.number
-        size_bytes += head.size_bytes
+    if last is not None:
+        table[0, rows] = last.local, last.size_bytes, pairs.local_device.number
+        table[1, rows] = last.remote, last.size_bytes, pairs.remote_device.number
+        size_bytes += last.size_bytes
     return Descriptors(
         table=table.view(np.uint64),
         size_bytes=size_bytes,
@@ -351,11 +350,11 @@ def match_few(
     return sorted(zip(offered[first:last], local_ids.tolist(), strict=True))
 
 
-def read_few(pairs: RegionMap | None, blocks: Sequence[tuple[int, int]], head: Piece | None) -> Descriptors:
+def read_few(pairs: RegionMap | None, blocks: Sequence[tuple[int, int]], last: Piece | None) -> Descriptors:
     """Return descriptors that read `blocks`: (remote block id, local block id) of each block, from `match_few`.
 
-    `pairs`: the region map from `small_load_map`, not None. Each of its region pairs is read. `head`: another read to
-    put before the others, for example of a seal. Blocks that are neighbours on both sides become one read.
+    `pairs`: the region map from `small_load_map`, not None. Each of its region pairs is read. `last`: another read to
+    put after the others, for example of a seal. Blocks that are neighbours on both sides become one read.
     """
     assert pairs is not None, "only for blocks that small_load_map accepts"
     assert pairs.first_rows is not None, "so these are kept"
@@ -371,17 +370,17 @@ def read_few(pairs: RegionMap | None, blocks: Sequence[tuple[int, int]], head: P
             theirs.append(remote)
             sizes.append(size)
         local_end, remote_end = local + size, remote + size
-    regions, runs, first = len(pairs.local_bases), len(ours), 0 if head is None else 1
-    size_bytes = len(blocks) * pairs.chunk_size_bytes
-    table = np.empty((2, first + regions * runs, 3), dtype=np.int64)
-    grid = table[:, first:].reshape(2, regions, runs, 1, 3)  # a view: only an axis is split
+    regions, runs, size_bytes = len(pairs.local_bases), len(ours), len(blocks) * pairs.chunk_size_bytes
+    rows = regions * runs
+    table = np.empty((2, rows if last is None else rows + 1, 3), dtype=np.int64)
+    grid = table[:, :rows].reshape(2, regions, runs, 1, 3)  # a view: only an axis is split
     grid[:] = pairs.first_rows
     grid[0, :, :, 0, 0] += ours
     grid[1, :, :, 0, 0] += theirs
     if runs < len(blocks):
         grid[:, :, :, 0, 1] = sizes
-    if head is not None:
-        table[0, 0] = head.local, head.size_bytes, pairs.local_device.number
-        table[1, 0] = head.remote, head.size_bytes, pairs.remote_device.number
-        size_bytes += head.size_bytes
+    if last is not None:
+        table[0, rows] = last.local, last.size_bytes, pairs.local_device.number
+        table[1, rows] = last.remote, last.size_bytes, pairs.remote_device.number
+        size_bytes += last.size_bytes
     return Descriptors(table.view(np.uint64), size_bytes, pairs.local_device, pairs.remote_device)

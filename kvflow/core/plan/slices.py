@@ -22,14 +22,14 @@ def plan_slices(
     *,
     bytes_max: int,
     descriptors_max: int,
-    head: Piece | None = None,
+    last: Piece | None = None,
 ) -> Iterator[Descriptors]:
     """Yield slices of at most `bytes_max` bytes and `descriptors_max` descriptors that together read all of `reads`.
 
     `reads`: pairs of a peer's block map and the chunks to read by that map. Slices are planned as the caller iterates.
-    `head`: a further read, for example of a seal, which comes first and does not count towards the bounds. Chunks are
-    sorted by remote block id: reading remote memory in order is a few per cent faster than writing local memory in
-    order (measured over shared memory).
+    `last`: a further read, for example of a seal, which comes last in the first slice and does not count towards the
+    bounds. Chunks are sorted by remote block id: reading remote memory in order is a few per cent faster than writing
+    local memory in order (measured over shared memory).
     """
     for block_map, some in reads:
         groups = block_map.region_maps(some.tokens)
@@ -48,19 +48,20 @@ def plan_slices(
         start, stop = 0, step  # the first slice is planned alone, so that it can be posted soon
         while start < len(some):
             plan = plan_read(
-                groups, some if start == 0 and stop >= len(some) else some.select(slice(start, stop)), head
+                groups, some if start == 0 and stop >= len(some) else some.select(slice(start, stop)), last
             )
             start, stop = stop, stop + max(_PLANNED_AT_ONCE // (step * pieces), 1) * step
-            if head is None:
+            if last is None:
                 yield from cut_slices(plan, bytes_max=bytes_max, descriptors_max=descriptors_max)
-            elif len(plan) <= descriptors_max + 1 and plan.size_bytes <= bytes_max + head.size_bytes:
+            elif len(plan) <= descriptors_max + 1 and plan.size_bytes <= bytes_max + last.size_bytes:
                 yield plan
             else:
-                rest = plan.part(1, len(plan), plan.size_bytes - head.size_bytes)
+                count = len(plan) - 1
+                rest = plan.part(0, count, plan.size_bytes - last.size_bytes)
                 slices = cut_slices(rest, bytes_max=bytes_max, descriptors_max=descriptors_max)
-                yield plan.part(0, 1, head.size_bytes).join(next(slices))
+                yield next(slices).join(plan.part(count, count + 1, last.size_bytes))
                 yield from slices
-            head = None
+            last = None
 
 
 def cut_slices(descriptors: Descriptors, *, bytes_max: int, descriptors_max: int) -> Iterator[Descriptors]:

@@ -4,9 +4,9 @@ The book only decides: it has no clock, no event loop and no access to blocks or
 they have ended or released. The caller then wipes the seals of ended leases, and gives back the blocks of released
 leases.
 
-A lease ends exactly once (invariant I4): as read by all its readers, expired, revoked or failed. Its blocks are then
-*held* for `hold_s`, because a quick read may be proven by a seal that was fetched shortly before the end
-(`core.protocol.proof`).
+A lease ends exactly once (invariant I4): as read by all its readers, expired, revoked or failed. Once the caller has
+wiped the seal, the blocks are *held* for `hold_s`, because a quick read may be proven by a seal that was fetched just
+before the wipe (`core.protocol.proof`).
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class LeaseEntry:
     readers: dict[str, Fraction] = field(default_factory=dict)
     """Share of the lease that each reader rank has reported as read, by the name of the reader's transport agent."""
     ended_s: float = 0.0
-    """Time at which the lease ended; 0 while it is open."""
+    """Time at which the seal of the ended lease was wiped; 0 before that."""
     free_s: float = 0.0
-    """Time from which the producer may reuse the blocks, `hold_s` after the lease's end; 0 while the lease is open."""
+    """Time from which the producer may reuse the blocks, `hold_s` after the seal was wiped; 0 before that."""
 
     @property
     def is_open(self) -> bool:
@@ -150,15 +150,13 @@ class LeaseBook:
         entry.expires_s = max(entry.expires_s, min(now_s + entry.ttl_s, entry.lifetime_ends_s))
         return Counted.NOTED
 
-    def note_read(
-        self, lease_id: str, reader: str, share: tuple[int, int], now_s: float
-    ) -> tuple[Counted, LeaseEntry | None]:
+    def note_read(self, lease_id: str, reader: str, share: tuple[int, int]) -> tuple[Counted, LeaseEntry | None]:
         """Record that `reader` has read its share (numerator, denominator) of a lease.
 
         Return the effect, and the lease if this report has ended it, else None.
         """
         entry = self._entries.get(lease_id)
-        if entry is None or not entry.is_open:
+        if entry is None or entry.state is not LeaseState.OFFERED:
             return Counted.LATE, None
         part, whole = share
         if not 0 < part <= whole <= _DENOMINATOR_MAX:
@@ -167,23 +165,30 @@ class LeaseBook:
             return Counted.DUPLICATE, None
         entry.readers[reader] = Fraction(part, whole)
         all_read = sum(entry.readers.values()) >= entry.reader_count
-        return Counted.NOTED, entry if all_read and self.end(entry, "all_read", now_s) else None
+        return Counted.NOTED, entry if all_read and self.end(entry, "all_read") else None
 
-    def end(self, entry: LeaseEntry, event: LeaseEvent, now_s: float) -> bool:
-        """End the lease `entry` by `event`. Return True if the lease was open; else change nothing and return False."""
+    def end(self, entry: LeaseEntry, event: LeaseEvent) -> bool:
+        """End the lease `entry` by `event`. Return True if the lease was open; else change nothing and return False.
+
+        The caller then wipes the seal of a lease that was open, and calls `hold`.
+        """
         if entry.state is not LeaseState.OFFERED:
             return False
         entry.state = fire(LEASE_TABLE, entry.state, event)
-        entry.ended_s, entry.free_s = now_s, now_s + self._hold_s
         del self._open[entry.request_id]
         self._recent[entry.request_id] = None  # a late reader need not wait for a lease
         if len(self._recent) > _RECENT_MAX:
             self._recent.popitem(last=False)
+        return True
+
+    def hold(self, entry: LeaseEntry, now_s: float) -> None:
+        """Begin the hold of the blocks, if any, of an ended lease. `now_s`: a time after its seal was wiped."""
+        entry.ended_s = now_s
         if entry.holds_blocks:
+            entry.free_s = now_s + self._hold_s
             self._held.append(entry)
         else:
             del self._entries[entry.lease_id]
-        return True
 
     def expire(self, now_s: float) -> Iterator[LeaseEntry]:
         """End the leases that have expired, and yield them."""
@@ -191,11 +196,11 @@ class LeaseBook:
             _, _, entry = heapq.heappop(self._expiring)
             if entry.is_open and entry.expires_s > now_s:
                 heapq.heappush(self._expiring, (entry.expires_s, next(self._numbers), entry))
-            elif self.end(entry, "expire", now_s):
+            elif self.end(entry, "expire"):
                 yield entry
 
     def release_held(self, now_s: float) -> list[LeaseEntry]:
-        """Remove from the book, and return, all leases with blocks that ended at least `hold_s` before `now_s`.
+        """Remove from the book, and return, all leases with blocks that are held for at least `hold_s` at `now_s`.
 
         No read of these blocks can be proven now, so the producer may reuse the blocks (invariant I3).
         """

@@ -7,10 +7,14 @@ with its ticket. A torn, wiped or reused word matches no id. Two arguments prove
 
 - *Fetched after*: the seal was fetched after the last byte had landed, and was intact. So the lease was open during the
   whole read.
-- *Fetched meanwhile*: the seal was intact, and the last byte landed less than `quick_read_max_s` (half of `hold_s`)
-  after the fetch was posted, on the reader's own clock. Even if the lease ended right after the fetch, its blocks were
-  still held then. This saves small loads a round trip. The other half of the hold is a margin for clock drift and
-  coarse timers.
+- *Fetched meanwhile*: the seal was intact, no read was posted after its fetch, and the last byte landed less than
+  `quick_read_max_s` (half of `hold_s`) after the fetch was posted, on the reader's own clock. Even if the lease ended
+  right after the fetch, its blocks were still held then. This saves small loads a round trip. The other half of the
+  hold is a margin for clock drift and coarse timers.
+
+All clocks of a machine stand still while its hypervisor pauses it, so a clock vouches for no time between two posts:
+what is read in several posts needs the first argument. Within one post the seal is the last descriptor, so that a
+transport that reads in order has the seal read after the bytes, however long that takes.
 
 A lease may be opened before its blocks can be read. Until all tokens can be read, the last four bytes of the seal are
 the id's last four bytes XOR the number of tokens at the end of the prompt that are missing; the tokens before these can
@@ -153,6 +157,8 @@ class Proof(Protocol):
 
     def fresh_copy(self) -> Proof: ...
 
+    def note_read_posted(self) -> None: ...
+
     def note_fetch_posted(self) -> None: ...
 
     def note_fetched(self, tokens_missing: int | None, posted_s: float) -> None: ...
@@ -167,8 +173,9 @@ class SealProof:
 
     It only decides: the caller fetches the seal and passes the times.
 
-    Call `note_fetch_posted` when a fetch of the seal is posted and `note_fetched` with its result, `judge_before_post`
-    before each read is posted, and `judge_after_read` once the last byte has landed.
+    Call `judge_before_post` before each read is posted, then `note_fetch_posted` if the post fetches the seal, with
+    bytes or alone, else `note_read_posted`; `note_fetched` with what was fetched; and `judge_after_read` once the last
+    byte has landed.
 
     The seal is fetched with the first read, and must show that no token is missing. If the lease `grows`, because some
     tokens are still being computed or copied to host buffers, only tokens that a fetched seal has shown as readable may
@@ -189,6 +196,8 @@ class SealProof:
         self.lease_ended = False
         """True once a fetched seal has shown that the lease has ended."""
         self._seen: int | None = None
+        self._read_since = False
+        """True if a read was posted after the latest fetch."""
 
     @property
     def failed(self) -> bool:
@@ -209,8 +218,12 @@ class SealProof:
         """Return a new proof, without any fetched seal, for another read under the same lease."""
         return SealProof(grows=self.grows, quick_read_max_s=self._quick_read_max_s)
 
+    def note_read_posted(self) -> None:
+        self._read_since = True
+
     def note_fetch_posted(self) -> None:
         self.fetch_posted = self.fetch_under_way = True
+        self._read_since = False
 
     def note_fetched(self, tokens_missing: int | None, posted_s: float) -> None:
         """Record the result of the seal's fetch that was posted at time `posted_s`.
@@ -240,11 +253,13 @@ class SealProof:
         """
         if self.lease_ended or self._seen is None or (self._seen > 0 and not self.grows):
             return ProofStep.STALE
-        return ProofStep.FRESH if read_s is None or read_s < self._quick_read_max_s else ProofStep.FETCH
+        if read_s is None or (read_s < self._quick_read_max_s and not self._read_since):
+            return ProofStep.FRESH
+        return ProofStep.FETCH
 
 
 def quick_read_max_s(hold_s: float) -> float:
-    """Return the seconds, from the post of a seal's fetch, within which a read must end to be proven by that seal."""
+    """Return the seconds within which one post of a seal and of bytes must end, so that the seal proves the bytes."""
     return hold_s / 2
 
 

@@ -369,6 +369,8 @@ class Flight:
             self.size_bytes -= SEAL_SIZE_BYTES
             self.descriptor_count -= 1
             source.proof.note_fetch_posted()
+        else:
+            source.proof.note_read_posted()
         if group_state is not None:
             group_state.pending += 1
             group_state.begun_s = min(group_state.begun_s, now_s)

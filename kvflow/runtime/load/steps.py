@@ -169,9 +169,9 @@ def _read(cache: RegisteredCache, load: Load, flight: Flight, plan: Plan, source
     if plan.block_pairs:
         load.enter_phase("wire")
         (source,) = sources
-        head = flight.seal_piece(source) if source.connection.carries_seals and not source.proof.fetch_posted else None
+        seal = flight.seal_piece(source) if source.connection.carries_seals and not source.proof.fetch_posted else None
         return flight.read_all(
-            (Read(source, read_few(source.connection.region_map, plan.block_pairs, head), head is not None),)
+            (Read(source, read_few(source.connection.region_map, plan.block_pairs, seal), seal is not None),)
         )
     grows = payload = False
     for source in sources:
@@ -310,12 +310,12 @@ def reads_of_chunks(
     `seal_piece_of`, the first read also fetches the rank's seal, if one read can fetch both
     (`Connection.carries_seals`) and no fetch of the seal was posted before.
     """
-    limits, head = cache.config.limits, None
+    limits, seal = cache.config.limits, None
     if seal_piece_of is not None and source.connection.carries_seals and not source.proof.fetch_posted:
-        head = seal_piece_of(source)
+        seal = seal_piece_of(source)
     reads = ((block_map, some) for block_map, found in chunks.items() for some in found)
     for descriptors in plan_slices(
-        reads, bytes_max=limits.slice_bytes_max, descriptors_max=limits.slice_descriptors_max, head=head
+        reads, bytes_max=limits.slice_bytes_max, descriptors_max=limits.slice_descriptors_max, last=seal
     ):
-        yield Read(source, descriptors, head is not None)
-        head = None
+        yield Read(source, descriptors, seal is not None)
+        seal = None

@@ -10,8 +10,8 @@ nothing.
 
 No successful read has touched blocks that were given back, since the reader found the seal intact:
 - either after the last byte had landed: then the seal was wiped later, and the blocks were given back later still;
-- or at some time t during the read, and the whole read took less than half of the hold: then the seal was wiped after
-  t, so the blocks were given back at t plus the hold at the earliest, after the end of the read
+- or at some time t during the read, which was a single one and took less than half of the hold: then the seal was
+  wiped after t, so the blocks were given back at t plus the hold at the earliest, after the end of the read
   (`core.protocol.proof`). Readers of a lease without a hold, which the ticket shows, check only after the last byte.
 The second case needs a hold that is never shorter than promised: the loop may round timers, so the timer only makes the
 book look at the clock. A read that loses this race lands in registered memory, its bytes are discarded, and its load
@@ -308,7 +308,7 @@ class Serving:
             self._end_lease(entry, "revoke")
 
     def _note_read(self, lease_id: str, reader: str, share: tuple[int, int]) -> None:
-        counted, ended = self._book.note_read(lease_id, reader, share, self._clock.now_s())
+        counted, ended = self._book.note_read(lease_id, reader, share)
         self._notifications[counted] += 1
         if ended is not None:
             self._after_end(ended)
@@ -352,18 +352,21 @@ class Serving:
 
     def _end_lease(self, entry: LeaseEntry, event: LeaseEvent) -> None:
         """End a lease because of `event`, for example "revoke". No effect if the lease has ended."""
-        if self._book.end(entry, event, self._clock.now_s()):
+        if self._book.end(entry, event):
             self._after_end(entry)
             self._set_alarm()
 
     def _after_end(self, entry: LeaseEntry) -> None:
-        """Wipe the seal of a lease that has just ended, and answer the questions that wait for the lease.
+        """Wipe the seal of a lease that has just ended, begin its hold, and answer the questions that wait for it.
 
         If the blocks must stay unused for `limits.seal_hold_s` more (`entry.holds_blocks`), `_on_alarm` gives them back
         then; otherwise they are given back now.
         """
         offer, failed = self._open_leases[entry], entry.state is LeaseState.FAILED
+        # The hold counts from the wipe, until which readers found the seal intact. A time read before it may be long
+        # ago: the process was stopped, or many leases end at once.
         self._blocks.close(offer.held, failed=failed)
+        self._book.hold(entry, self._clock.now_s())
         if failed:
             self.lease_answers.decline(entry.request_id, offer.reason)
         else:

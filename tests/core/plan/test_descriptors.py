@@ -154,11 +154,11 @@ WHOLE = (1 << 40, 1 << 20)
 
 
 def slices_of(
-    block_map: BlockMap, chunks: Sequence[Chunks], limits: tuple[int, int] = WHOLE, head: Piece | None = None
+    block_map: BlockMap, chunks: Sequence[Chunks], limits: tuple[int, int] = WHOLE, last: Piece | None = None
 ) -> Iterator[Descriptors]:
     """With limits of bytes and of descriptors."""
     pairs = zip(repeat(block_map), chunks)
-    return plan_slices(pairs, bytes_max=limits[0], descriptors_max=limits[1], head=head)
+    return plan_slices(pairs, bytes_max=limits[0], descriptors_max=limits[1], last=last)
 
 
 def planned(
@@ -285,8 +285,8 @@ def test_addresses_above_2_to_the_53_stay_exact() -> None:
     groups = pair_whole(replace(here, device=Device("cuda", 1)), there).region_maps(1)
     plan = plan_read(groups, whole_blocks([999, 3], [7, 998], 1))
     assert (plan.local_device, plan.remote_device) == (Device("cuda", 1), there.device)
-    headed = plan_read(groups, whole_blocks([999, 3], [7, 998], 1), Piece(5, 7, 16))
-    assert headed.table[:, :, 2].tolist() == [[1] * len(headed), [3] * len(headed)]
+    sealed = plan_read(groups, whole_blocks([999, 3], [7, 998], 1), Piece(5, 7, 16))
+    assert sealed.table[:, :, 2].tolist() == [[1] * len(sealed), [3] * len(sealed)]
     for column in (plan.local, plan.remote, plan.sizes):
         assert column.dtype == np.uint64
     assert sorted(rows(plan)) == [
@@ -415,7 +415,7 @@ def test_a_slice_is_planned_when_it_is_asked_for(
 
 @examples(25, 100)
 @given(count=st.integers(1, 9), num_tokens=st.integers(1, 36), limits=st.tuples(st.integers(1, 400), st.integers(1, 6)))
-def test_a_head_is_the_first_of_the_first_slice_and_changes_nothing_else(
+def test_a_further_read_is_the_last_of_the_first_slice_and_changes_nothing_else(
     count: int, num_tokens: int, limits: tuple[int, int]
 ) -> None:
     block = BlockShape(tokens=4, heads=1, run=8, token_stride=8, head_stride=32)
@@ -423,14 +423,14 @@ def test_a_head_is_the_first_of_the_first_slice_and_changes_nothing_else(
     tokens = max(num_tokens - num_tokens % 4 if count % 2 else num_tokens, 1)
     blocks = list(range(-(-tokens // 4)))
     chunks = located_chunks(blocks[-count:], [block + 3 for block in blocks], 4, 4, tokens)
-    head = Piece(local=5, remote=7, size_bytes=16)
-    plain, headed = (list(slices_of(pair_whole(regions, regions), chunks, limits, which)) for which in (None, head))
-    first = headed[0]
-    assert (int(first.local[0]), int(first.remote[0]), int(first.sizes[0])) == head
-    tables = [np.concatenate([piece.table for piece in slices], axis=1) for slices in (plain, headed)]
-    np.testing.assert_array_equal(tables[1][:, 1:], tables[0])
-    assert [len(piece) for piece in headed] == [len(piece) + (not index) for index, piece in enumerate(plain)]
-    assert [piece.size_bytes - 16 * (piece is first) for piece in headed] == [piece.size_bytes for piece in plain]
+    last = Piece(local=5, remote=7, size_bytes=16)
+    plain, sealed = (list(slices_of(pair_whole(regions, regions), chunks, limits, which)) for which in (None, last))
+    first = sealed[0]
+    assert (int(first.local[-1]), int(first.remote[-1]), int(first.sizes[-1])) == last
+    sealed[0] = first.part(0, len(first) - 1, first.size_bytes - last.size_bytes)
+    assert [piece.size_bytes for piece in sealed] == [piece.size_bytes for piece in plain]
+    for with_last, without in zip(sealed, plain, strict=True):
+        np.testing.assert_array_equal(with_last.table, without.table)
 
 
 # --- block ids

@@ -37,10 +37,10 @@ PLACES = (
     replace(RECIPE, order="HND"),
     replace(RECIPE, layers=2, layer_indices=(1, 0)),
 )
-HEADS = (None, Piece(local=5, remote=7, size_bytes=16))
+LASTS = (None, Piece(local=5, remote=7, size_bytes=16))
 
 
-def both_plans(load: Load, block_map: BlockMap, head: Piece | None) -> bool:
+def both_plans(load: Load, block_map: BlockMap, last: Piece | None) -> bool:
     """Whether the short way applies; then it has to plan what the general one plans."""
     pairs = small_load_map(block_map)
     if pairs is None or not load.local_ids:
@@ -49,9 +49,9 @@ def both_plans(load: Load, block_map: BlockMap, head: Piece | None) -> bool:
     blocks = match_few(array(load.local_ids), load.remote_ids, tokens, load.first_block * tokens, load.tokens)
     if blocks is None:
         return False
-    found = read_few(pairs, blocks, head)
+    found = read_few(pairs, blocks, last)
     limits = {"bytes_max": found.size_bytes + 1, "descriptors_max": len(found) + 1}
-    (expected,) = plan_slices(zip(repeat(block_map), load.chunks), **limits, head=head)
+    (expected,) = plan_slices(zip(repeat(block_map), load.chunks), **limits, last=last)
     np.testing.assert_array_equal(found.table, expected.table)
     assert (found.size_bytes, found.local_device, found.remote_device) == (
         expected.size_bytes,
@@ -76,11 +76,11 @@ def common(draw: st.DrawFn) -> Load:
 
 
 @examples(90, 700)
-@given(load=common() | loads(), head=st.sampled_from(HEADS))
-def test_the_short_way_plans_what_the_general_one_plans(load: Load, head: Piece | None) -> None:
-    """Any caches, tails and heads: where it does not apply it gives None, where it does it is equal."""
+@given(load=common() | loads(), last=st.sampled_from(LASTS))
+def test_the_short_way_plans_what_the_general_one_plans(load: Load, last: Piece | None) -> None:
+    """Any caches, tails and further reads: where it does not apply it gives None, where it does it is equal."""
     block_map = pair_sides(load.sides, Cache(load.sides.local), Cache(load.sides.remote))
-    event(f"applies: {both_plans(load, block_map, head)}")
+    event(f"applies: {both_plans(load, block_map, last)}")
 
 
 def test_it_applies_where_it_is_meant_for() -> None:
@@ -88,7 +88,7 @@ def test_it_applies_where_it_is_meant_for() -> None:
         cache = Cache(place)
         ids = list(range(min(FEW_BLOCKS, place.blocks)))
         load = Load(whole_sides(place, place), len(ids) * place.tokens, ids, ids[::-1])
-        assert both_plans(load, pair(cache, cache), HEADS[1])
+        assert both_plans(load, pair(cache, cache), LASTS[1])
 
 
 def test_what_it_does_not_say() -> None:

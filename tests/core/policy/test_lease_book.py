@@ -29,13 +29,14 @@ def open_one(
 def test_a_lease_is_read_by_all_its_readers_and_held_for_a_moment() -> None:
     leases = book()
     entry = open_one(leases, 100.0, readers=2)
-    assert leases.note_read("lease 0", "a", (1, 2), 100.1)[0] is Counted.NOTED
-    assert leases.note_read("lease 0", "a", (1, 2), 100.1)[0] is Counted.DUPLICATE
-    assert leases.note_read("lease 0", "b", (1, 2), 100.2)[0] is Counted.NOTED
+    assert leases.note_read("lease 0", "a", (1, 2))[0] is Counted.NOTED
+    assert leases.note_read("lease 0", "a", (1, 2))[0] is Counted.DUPLICATE
+    assert leases.note_read("lease 0", "b", (1, 2))[0] is Counted.NOTED
     assert entry.is_open
-    assert leases.note_read("lease 0", "c", (1, 1), 100.3)[0] is Counted.NOTED
+    assert leases.note_read("lease 0", "c", (1, 1))[0] is Counted.NOTED
+    leases.hold(entry, 100.3)
     assert (entry.state, entry.ended_s) == (LeaseState.READ, 100.3)
-    assert leases.note_read("lease 0", "d", (1, 1), 100.3)[0] is Counted.LATE
+    assert leases.note_read("lease 0", "d", (1, 1))[0] is Counted.LATE
     assert leases.next_s == pytest.approx(100.3 + HOLD_S)
     assert list(leases.release_held(100.3 + HOLD_S / 2)) == []
     assert list(leases.release_held(100.3 + HOLD_S)) == [entry]
@@ -46,7 +47,7 @@ def test_a_lease_is_read_by_all_its_readers_and_held_for_a_moment() -> None:
 def test_a_share_that_cannot_be_changes_nothing(share: tuple[int, int]) -> None:
     leases = book()
     entry = open_one(leases, 0.0)
-    assert leases.note_read("lease 0", "a", share, 0.0)[0] is Counted.MALFORMED
+    assert leases.note_read("lease 0", "a", share)[0] is Counted.MALFORMED
     assert (entry.is_open, entry.readers) == (True, {})
 
 
@@ -57,7 +58,7 @@ def test_renewals_move_the_end_up_to_the_lifetime_and_not_for_those_who_have_rea
     assert entry.expires_s == 9.0
     assert leases.renew("lease 0", "a", 8.0) is Counted.NOTED
     assert entry.expires_s == LIFETIME_S
-    leases.note_read("lease 0", "a", (1, 1), 8.0)
+    leases.note_read("lease 0", "a", (1, 1))
     assert leases.renew("lease 0", "a", 8.5) is Counted.LATE
     assert leases.renew("nobody", "a", 8.5) is Counted.LATE
     assert list(leases.expire(9.0)) == []
@@ -68,8 +69,9 @@ def test_renewals_move_the_end_up_to_the_lifetime_and_not_for_those_who_have_rea
 def test_a_lease_of_nothing_leaves_the_book_with_its_end() -> None:
     leases = book()
     entry = open_one(leases, 0.0, blocks=False)
-    assert leases.end(entry, "all_read", 0.0)
-    assert not leases.end(entry, "revoke", 0.0)
+    assert leases.end(entry, "all_read")
+    assert not leases.end(entry, "revoke")
+    leases.hold(entry, 0.0)
     assert (len(leases), leases.next_s, leases.ended_recently("req 0")) == (0, None, True)
 
 
@@ -77,7 +79,8 @@ def test_what_ended_long_ago_costs_no_memory() -> None:
     leases = book()
     for number in range(5000):
         entry = open_one(leases, 0.0, number, ttl_s=1e6)
-        leases.end(entry, "revoke", 0.0)
+        leases.end(entry, "revoke")
+        leases.hold(entry, 0.0)
         assert list(leases.release_held(HOLD_S)) == [entry]
     assert len(leases._expiring) < 200
     assert len(leases._recent) <= 4096
@@ -141,7 +144,7 @@ class BookMachine(RuleBasedStateMachine):
         if entry is None:
             return
         was_open, known = entry.is_open, reader in entry.readers
-        counted, _ = self.book.note_read(entry.lease_id, reader, (1, whole), self.now_s)
+        counted, _ = self.book.note_read(entry.lease_id, reader, (1, whole))
         assert counted is (Counted.LATE if not was_open else Counted.DUPLICATE if known else Counted.NOTED)
         if was_open and not entry.is_open:
             assert sum(entry.readers.values(), Fraction()) >= entry.reader_count
@@ -150,7 +153,7 @@ class BookMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 50), how=st.sampled_from(["revoke", "fail"]))
     def withdraw(self, number: int, how: LeaseEvent) -> None:
         entry = self.some(number)
-        if entry is not None and self.book.end(entry, how, self.now_s):
+        if entry is not None and self.book.end(entry, how):
             self.note_end(entry, LeaseState.FAILED if how == "fail" else LeaseState.REVOKED)
 
     @rule(seconds=st.floats(0.0, 5.0))
@@ -182,6 +185,7 @@ class BookMachine(RuleBasedStateMachine):
     def note_end(self, entry: LeaseEntry, state: LeaseState) -> None:
         assert entry not in self.ended, "ended twice"
         assert entry.state is state
+        self.book.hold(entry, self.now_s)
         self.ended[entry] = self.now_s
 
     @invariant()

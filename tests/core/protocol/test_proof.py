@@ -33,6 +33,18 @@ def test_a_lease_is_read_at_once_until_its_seal_is_seen_to_be_broken() -> None:
         )
 
 
+def test_a_clock_vouches_for_one_post_alone() -> None:
+    """A machine may be paused between two posts, and its clock with it."""
+    one = freshness()
+    one.note_read_posted()
+    see(one, 0)
+    assert one.judge_after_read(0.001) is ProofStep.FRESH, "posted before the seal's fetch"
+    one.note_read_posted()
+    assert (one.judge_after_read(0.0), one.judge_after_read(None)) == (ProofStep.FETCH, ProofStep.FRESH)
+    see(one, 0)
+    assert one.judge_after_read(0.001) is ProofStep.FRESH, "fetched again"
+
+
 def test_of_a_lease_that_grows_only_what_was_seen_to_be_there_is() -> None:
     one = freshness(staged=True)
     assert (one.readable_tokens(10), one.lease_ended) == (0, False)
@@ -78,15 +90,21 @@ def test_a_lease_that_was_seen_to_be_over_is_not_open_again() -> None:
     fetched_s=st.floats(0, 1),
     read_s=st.floats(0, 1),
     refetched_s=st.floats(0, 1),
+    paused_s=st.none() | st.floats(0, 1),
 )
 def test_what_is_called_fresh_was_covered(
-    staged: bool, ends_s: float, fetched_s: float, read_s: float, refetched_s: float
+    staged: bool, ends_s: float, fetched_s: float, read_s: float, refetched_s: float, paused_s: float | None
 ) -> None:
-    """The read begins at 0 and ends at `read_s`; the blocks are held until HOLD_S after the lease's end."""
+    """The read begins at 0 and ends at `read_s`; the blocks are held until HOLD_S after the lease's end.
+
+    With `paused_s` there is a second post, and the reader's machine and its clock stand still for so long before it.
+    """
     fetched_s = min(fetched_s, read_s)
     one = freshness(staged=staged)
     see(one, 0 if fetched_s < ends_s else None)
-    verdict = one.judge_after_read(read_s)
+    if paused_s is not None:
+        one.note_read_posted()
+    verdict = one.judge_after_read(max(read_s - (paused_s or 0.0), 0.0))
     if verdict is ProofStep.FETCH:
         see(one, 0 if read_s + refetched_s < ends_s else None)
         verdict = one.judge_after_read(None)
