@@ -190,8 +190,7 @@ class KVFlowManager(CommonKVManager):
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Look up the parallelism of the prefill server at `bootstrap_addr`. Return True if the server can be read.
 
-        If the server is incompatible, fail the requests that read from it. SGLang's own method would raise in the
-        scheduler's loop, and so end the decode server.
+        If the server is incompatible, fail the requests that read from it, and raise nothing in the scheduler's loop.
         """
         try:
             known: bool = super().try_ensure_parallel_info(bootstrap_addr)
