@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Version:  sglang 0.5.23 (vLLM 0.32.0's publisher has the same lines), pyzmq 27.3.0 (ZeroMQ 4.3.5), msgspec 0.22.0.
+# Version:  sglang 0.5.23 (vllm 0.32.0 has the same lines, and did the same), pyzmq 27.3.0 (ZeroMQ 4.3.5), msgspec 0.22.0.
 # Expected: a replay of KV events ("reliable publisher with a replay buffer") sends every batch that is kept, up to
 #           `buffer_steps` = 10,000, and then the end marker -1; `hwm` = 100,000 is "the high-water-mark".
 # Seen:     the replay socket keeps ZeroMQ's own limit of 1,000 messages, and a ROUTER drops what has no room, silently:
