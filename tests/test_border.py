@@ -47,6 +47,7 @@ from kvflow import (
     blocking,
     merge_tickets,
     prefix,
+    secret_id,
     storage,
 )
 from kvflow.attention_backends import layout_for_backend
@@ -467,6 +468,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {"kv_caches": {"l": torch.zeros(2, 3, 4, 2, 8)}, **BACKEND, "kv_format": None, "layer_indices": None},
     ),
     "merge_tickets": (merge_tickets, {"tickets": [TICKET]}),
+    "secret_id": (secret_id, {"request_id": "req"}),
     "prefix_keys": (prefix_keys, {"tokens": [1, 2, 3, 4], "block_tokens": 2, "salt": b""}),
 }
 """All other public calls."""

@@ -296,8 +296,8 @@ class Runtime:
     def start_load(self, request: LoadRequest) -> Load:
         """Start to read the blocks that a ticket offers, and return a handle. `await load` gives the report.
 
-        Every error but UsageError is raised by awaiting the load. After any outcome, the local blocks may be reused
-        once `await load.settled()` has returned.
+        Every error but UsageError is raised by awaiting the load; asyncio logs errors of loads that nobody awaits.
+        After any outcome, the local blocks may be reused once `await load.settled()` has returned.
 
         Args:
             request: the ticket, and the local blocks to fill.
