@@ -105,8 +105,8 @@ class Limits:
     """Maximum number of peers (remote ranks) to remember. Peers that have never answered are evicted first."""
     first_contacts_max: Size = 16
     """Maximum number of never-connected peers that are contacted at the same time. Further new peers wait; the peer
-    that began to wait last is contacted next. While any peer waits, a contacted peer that has not answered within a
-    tenth of Config.handshake_timeout_s is given up."""
+    that began to wait last is contacted next. While a peer waits that was not contacted yet, a contacted peer that
+    has not answered within a tenth of Config.handshake_timeout_s goes back and waits behind the others."""
     readers_max: Size = 1024
     """Maximum number of readers to remember. When this rank closes, it notifies them."""
     goodbye_timeout_s: Seconds = 1.0

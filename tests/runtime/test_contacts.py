@@ -69,18 +69,46 @@ async def asking(names: str = "") -> AsyncIterator[tuple[Questions, dict[str, as
 @in_virtual_time
 async def test_silence_makes_way_one_after_the_other() -> None:
     async with asking("ab") as (questions, tasks):
-        await pass_time(10 * PATIENCE_S)
+        await pass_time(4 * PATIENCE_S)
         assert list(questions.begun) == ["a", "b"], "nobody else wanted a turn"
         tasks["c"] = questions.ask("c")
         await turns_settle()
-        assert [task.done() for task in tasks.values()] == [True, False, False]
+        assert not any(task.done() for task in tasks.values())
         assert list(questions.begun) == ["a", "b", "c"]
+        asked_first = questions.answers["a"]
+        await pass_time(2 * PATIENCE_S)
+        assert asked_first is questions.answers["a"], "nobody makes way for one that had a turn"
+        for name in "bca":
+            questions.answer(name)
+            await tasks[name]
+            await turns_settle()
+        assert asked_first is not questions.answers["a"], "it was asked again"
+
+
+@in_virtual_time
+async def test_peers_that_answer_slowly_are_all_heard() -> None:
+    """As after a restart of this engine, when all prefill engines are new to it at once, and busy."""
+
+    async def question() -> str:
+        await pass_time(1.2 * PATIENCE_S)
+        return "an answer"
+
+    contacts = FirstContacts(CONFIG)
+    places = [Address(f"p{number}", Rank(0, 0, 0), f"tcp://p{number}:1") for number in range(6)]
+    asked = [asyncio.create_task(contacts.ask_in_turn(place, question, lambda _: None)) for place in places]
+    assert await asyncio.gather(*asked) == ["an answer"] * len(places)
+    assert contacts.under_way == 0
+
+
+@in_virtual_time
+async def test_a_silent_peer_that_gets_no_further_turn_is_unreachable() -> None:
+    async with asking("ab") as (questions, tasks):
+        await pass_time(PATIENCE_S)
+        tasks["c"] = questions.ask("c")
         with pytest.raises(PeerUnreachable, match=r"^engine 'a' .* no answer within 0\.5 s, and others wait") as caught:
             await tasks["a"]
         assert (caught.value.peer, caught.value.engine_id) == ("tcp://a:1", "a")
-        for name in "bc":
-            questions.answer(name)
-            await tasks[name]
+        assert asyncio.get_running_loop().time() == pytest.approx(CONFIG.handshake_timeout_s)
 
 
 @pytest.mark.parametrize("given_up", ["a", "c"], ids=["under way", "waiting"])

@@ -5,8 +5,11 @@ keep silent addresses from starving the others:
 
 - Last in, first out: the contact that has waited for the shortest time begins next, because one that has waited long
   has little time left before its load's deadline.
-- Preemption: while contacts wait, contacts under way are given up, one at a time. A contact for which no load waits is
-  given up immediately, else the oldest contact after `patience_s`, in which a living peer answers.
+- Preemption: while contacts wait, contacts under way have to leave, one at a time. A contact for which no load waits
+  leaves immediately. Else the oldest contact leaves after `patience_s`, but only for a contact that had no turn yet.
+
+A peer that lives may take longer than `patience_s`. So a contact that had to leave may wait for a further turn, behind
+all others (`put_back`).
 """
 
 from __future__ import annotations
@@ -24,12 +27,14 @@ class ContactState(enum.StrEnum):
 class Contact:
     """The first question to a peer, which may have to wait for its turn."""
 
-    __slots__ = ("since_s", "state", "wanted")
+    __slots__ = ("had_turn", "since_s", "state", "wanted")
 
     def __init__(self, since_s: float) -> None:
         self.state = ContactState.WAITING
         self.since_s = since_s
         """Time at which the contact began to wait for its turn or, once it is under way, at which its turn began."""
+        self.had_turn = False
+        """True once it was put back after a turn without an answer."""
         self.wanted = True
         """True while a load waits for the peer's answer."""
 
@@ -73,10 +78,19 @@ class Contacts:
         contact.state = ContactState.ENDED
         return self._begin_one(now_s)
 
-    def preempt_one(self, now_s: float) -> Contact | None:
-        """Mark as preempted, and return, the contact to give up next; return None before the time `due_s`.
+    def put_back(self, contact: Contact, now_s: float) -> Contact | None:
+        """Let `contact`, which is preempted, wait for a further turn. Return the contact that begins now, or None."""
+        assert contact is self._preempted
+        del self._under_way[contact]
+        self._preempted = None
+        contact.state, contact.had_turn = ContactState.WAITING, True
+        self._waiting.insert(0, contact)
+        return self._begin_one(now_s)
 
-        The caller has to stop waiting for the peer's answer, and then to call `end`.
+    def preempt_one(self, now_s: float) -> Contact | None:
+        """Mark as preempted, and return, the contact that has to leave next; return None before the time `due_s`.
+
+        The caller has to stop waiting for the peer's answer, and then to call `end` or `put_back`.
         """
         if self.due_s(now_s) > now_s:
             return None
@@ -85,14 +99,16 @@ class Contacts:
         return self._preempted
 
     def due_s(self, now_s: float) -> float:
-        """Return the time at which a contact under way has to be given up.
+        """Return the time at which a contact under way has to leave.
 
-        Infinity if no contact waits for its turn, or if a preempted contact has not ended yet.
+        Infinity if no contact waits that it has to leave for, or if a preempted contact has not left yet.
         """
         if not self._waiting or self._preempted is not None:
             return float("inf")
         if not all(one.wanted for one in self._under_way):
             return now_s
+        if all(one.had_turn for one in self._waiting):
+            return float("inf")
         return next(iter(self._under_way)).since_s + self._patience_s
 
     def _begin_one(self, now_s: float) -> Contact | None:

@@ -15,7 +15,7 @@ from kvflow.checks import counted
 from kvflow.config import Config
 from kvflow.core.policy.contacts import Contact, Contacts, ContactState
 from kvflow.core.protocol.addresses import Address
-from kvflow.errors import Overloaded, PeerUnreachable
+from kvflow.errors import KVFlowError, Overloaded, PeerUnreachable
 
 T = TypeVar("T")
 
@@ -53,34 +53,33 @@ class FirstContacts:
     ) -> T:
         """Wait for a turn to ask the never-connected `peer`, then await `question()` and return its result.
 
-        `on_turn` is called before the question, with the Contact that has the turn. Overloaded if the contact gets no
-        turn within Config.handshake_timeout_s; PeerUnreachable if `peer` is silent for `first_contact_timeout_s` while
-        other peers wait for a turn. If cancelled, give up the turn or the position in the queue.
+        If `peer` is silent for `first_contact_timeout_s` while other peers wait for their first turn, wait for a
+        further turn, in which `question()` is awaited again. `on_turn` is called before each question, with the Contact
+        that has the turn. Overloaded if the contact gets no turn within Config.handshake_timeout_s; PeerUnreachable if
+        it gets no further one. If cancelled, give up the turn or the position in the queue.
         """
         loop = asyncio.get_running_loop()
         contact = self._contacts.request_turn(loop.time())
-        bound = asyncio.timeout(None)
+        give_up_s = loop.time() + self._config.handshake_timeout_s
         try:
-            async with bound:
-                self._timeouts[contact] = bound
-                if contact.state is ContactState.WAITING:
-                    bound.reschedule(loop.time() + self._config.handshake_timeout_s)
-                    await self._wait_for_turn(contact)
-                on_turn(contact)
-                return await question()
-        except TimeoutError:
-            if not bound.expired():
-                raise
-            if contact.state is ContactState.PREEMPTED:
-                why = f"no answer within {self._answer_timeout_s:.3g} s, and others wait for a turn"
-                raise peer.failure(PeerUnreachable, why) from None
-            most = self._config.limits.first_contacts_max
-            others = f"asked at once: {counted(most, 'other new peer')} (limits.first_contacts_max)"
-            why = f"it got no turn within {self._config.handshake_timeout_s} s: {others}"
-            raise overloaded(peer, why) from None
+            while True:
+                try:
+                    async with asyncio.timeout(None) as bound:
+                        self._timeouts[contact] = bound
+                        if contact.state is ContactState.WAITING:
+                            bound.reschedule(give_up_s)
+                            await self._wait_for_turn(contact)
+                        on_turn(contact)
+                        return await question()
+                except TimeoutError:
+                    if not bound.expired():
+                        raise
+                if contact.state is not ContactState.PREEMPTED or not contact.wanted or loop.time() >= give_up_s:
+                    raise self._no_answer_error(peer, contact)
+                self._begin(self._contacts.put_back(contact, loop.time()))
         finally:
             del self._timeouts[contact]
-            self._end_contact(contact)
+            self._begin(self._contacts.end(contact, loop.time()))
 
     def end_overdue(self) -> None:
         """If a new peer waits to be asked, end one first contact that has taken too long or is no longer wanted.
@@ -101,15 +100,23 @@ class FirstContacts:
         finally:
             del self._granted[contact]
 
-    def _end_contact(self, contact: Contact) -> None:
-        next_one = self._contacts.end(contact, asyncio.get_running_loop().time())
-        if next_one is not None:
-            bound, granted = self._timeouts[next_one], self._granted[next_one]
-            if not bound.expired():  # else its wait has just timed out, and its task will give the turn back
-                bound.reschedule(None)
+    def _begin(self, contact: Contact | None) -> None:
+        """Wake the task of `contact`, whose turn begins; it waits, unless it was put back and has the turn at once."""
+        granted = None if contact is None else self._granted.get(contact)
+        if contact is not None and granted is not None:
+            if not self._timeouts[contact].expired():  # else its wait has just timed out: it gives the turn back
+                self._timeouts[contact].reschedule(None)
             if not granted.done():
                 granted.set_result(None)
         self.end_overdue()
+
+    def _no_answer_error(self, peer: Address, contact: Contact) -> KVFlowError:
+        if contact.had_turn or contact.state is ContactState.PREEMPTED:
+            why = f"no answer within {self._answer_timeout_s:.3g} s, and others wait for a turn"
+            return peer.failure(PeerUnreachable, why)
+        most = self._config.limits.first_contacts_max
+        others = f"asked at once: {counted(most, 'other new peer')} (limits.first_contacts_max)"
+        return overloaded(peer, f"it got no turn within {self._config.handshake_timeout_s} s: {others}")
 
     def _set_timer(self, now_s: float) -> None:
         if self._timer is not None:

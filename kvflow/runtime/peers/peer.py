@@ -17,7 +17,7 @@ from kvflow.core.plan.block_map import BlockMap, RegionMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks
 from kvflow.core.plan.topology import CacheShare, Parallelism, layers_of, parallelism_of
 from kvflow.core.policy.circuit import NEVER_FAILED
-from kvflow.core.policy.contacts import Contact
+from kvflow.core.policy.contacts import Contact, ContactState
 from kvflow.core.policy.states import PEER_TABLE, PeerEvent, PeerState, fire
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
@@ -140,6 +140,10 @@ class Handshake:
         self.waiters += count
         if self.contact is not None:
             self.contact.wanted = self.waiters > 0
+
+    @property
+    def waits_for_turn(self) -> bool:
+        return self.contact is None or self.contact.state is ContactState.WAITING
 
     def start_turn(self, contact: Contact) -> None:
         self.contact = contact

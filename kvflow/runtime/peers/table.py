@@ -391,7 +391,7 @@ class Peers:
         """
         if handshake.waiters or handshake.future.done():
             return
-        if not peer.was_connected and handshake.contact is None:
+        if not peer.was_connected and handshake.waits_for_turn:
             self._cancel_handshake(peer, handshake, "no load waits for it")
         else:
             self._contacts.end_overdue()

@@ -19,6 +19,7 @@ class ContactsMachine(RuleBasedStateMachine):
         super().__init__()
         self.contacts = Contacts(MOST, PATIENCE_S)
         self.asked: list[Contact] = []
+        self.put_back: list[Contact] = []
         self.now_s = 0.0
 
     def of(self, *states: ContactState) -> list[Contact]:
@@ -48,8 +49,23 @@ class ContactsMachine(RuleBasedStateMachine):
         waited = [other for other in self.of(ContactState.WAITING) if other is not contact]
         had_turn = contact.state is not ContactState.WAITING
         begun = self.contacts.end(contact, self.now_s)
-        assert begun is (waited[-1] if had_turn and waited else None), "who came last goes first"
+        assert begun is (self.next_of(waited) if had_turn and waited else None)
         assert begun is None or (begun.state, begun.since_s) == (ContactState.UNDER_WAY, self.now_s)
+
+    def next_of(self, waiting: list[Contact]) -> Contact:
+        """Who came last goes first; those that had a turn go when nobody else waits, in their order."""
+        fresh = [contact for contact in waiting if not contact.had_turn]
+        return fresh[-1] if fresh else next(contact for contact in self.put_back if contact in waiting)
+
+    @precondition(lambda self: self.of(ContactState.PREEMPTED))
+    @rule()
+    def go_back(self) -> None:
+        (contact,) = self.of(ContactState.PREEMPTED)
+        self.put_back = [other for other in self.put_back if other is not contact] + [contact]
+        waited = [*self.of(ContactState.WAITING), contact]
+        begun = self.contacts.put_back(contact, self.now_s)
+        assert contact.had_turn
+        assert begun is self.next_of(waited)
 
     @rule()
     def make_way(self) -> None:
@@ -89,7 +105,7 @@ def test_who_comes_behind_any_number_of_silent_addresses_waits_for_one_patience_
         assert now_s <= PATIENCE_S
         leaving = contacts.preempt_one(now_s)
         assert leaving is not None
-        contacts.end(leaving, now_s)
+        contacts.put_back(leaving, now_s)
     assert honest.state is ContactState.UNDER_WAY
 
 
