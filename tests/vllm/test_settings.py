@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import sys
 from collections import deque
@@ -31,7 +32,7 @@ import kvflow.vllm.connector as connector_module
 from kvflow import CacheGroup, CacheLayout, Config, LeaseOutcome, Limits, ServeRequest
 from kvflow.blocking import Runtime
 from kvflow.connector.scheduler import ConnectorScheduler
-from kvflow.connector.step import Step
+from kvflow.connector.step import Save, Step
 from kvflow.connector.worker import ConnectorWorker, FailedLoad, Results
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.cache.regions import Device
@@ -470,6 +471,30 @@ def test_only_a_step_that_computes_nothing_waits_for_loads(alone: bool, tokens: 
     worker.bind_connector_metadata(scheduler.build_connector_meta(output))
     worker.get_transfer_results(set())
     assert [one > 0 for one in waited] == [waits]
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_vllm_is_told_of_a_prompt_that_was_not_offered_only_once_its_request_has_ended(sent: bool) -> None:
+    """It would free the blocks of the request, which goes on."""
+    cache = torch.zeros(2, 4, 2, 16, 8)
+    layout = CacheLayout.infer({"layers.0": cache}, order="HND", block_size=16)
+    with Runtime(Config(engine_id="prefill", transport="inproc", limits=Limits(leases_max=1))) as runtime:
+        runtime.register_kv_caches({"layers.0": cache}, layout)
+        runtime.serve_blocks(ServeRequest("full", [1], 16))
+        worker = KVFlowConnector.__new__(KVFlowConnector)
+        worker._role, worker._worker = KVConnectorRole.WORKER, ConnectorWorker(runtime)
+        worker._groups, worker._stats, worker._late_reads = [FULL], KVFlowStats(), deque()
+        worker._failed_blocks = set()
+        worker.bind_connector_metadata(KVFlowMetadata(Step()))
+        save = Save(request_id="r", serve_id="r#1", block_tables=((2,),), num_tokens=16, ttl_s=9.0)
+        worker._worker.begin(Step(save=[save]))
+        if sent:
+            worker._worker.begin(Step(send=["r"]))
+        runtime.start(lambda _: asyncio.sleep(0)).result(10.0)  # begun after the steps, and ended after them
+        assert worker.get_transfer_results(set()).finished_sending == ({"r"} if sent else set())
+        worker._worker.begin(Step(withdraw=["r"]) if sent else Step(send=["r"]))
+        runtime.start(lambda _: asyncio.sleep(0)).result(10.0)
+        assert worker.get_transfer_results({"r"}).finished_sending == (set() if sent else {"r"})
 
 
 def test_prompts_of_windows_are_computed_whole_for_stock_readers() -> None:
