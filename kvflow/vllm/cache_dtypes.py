@@ -41,7 +41,7 @@ CACHE_DTYPES = _rows(
 auto                0.32 tried   {PLAIN} -
 float16             0.32 read    {PLAIN} -
 bfloat16            0.32 read    {PLAIN} -
-fp8                 0.32 read    {PLAIN} float8_e4m3fn
+fp8                 0.32 tried   {PLAIN} float8_e4m3fn
 fp8_e4m3            0.32 read    {PLAIN} float8_e4m3fn
 fp8_e5m2            0.32 read    {PLAIN} float8_e5m2
 fp8_inc             0.32 refused -       -

@@ -31,6 +31,7 @@ NO_HYBRID = ("--disable-hybrid-kv-cache-manager",)
 NO_CACHE = ("--no-enable-prefix-caching",)  # vLLM 0.32 computes Mamba on the CPU without it only
 BF16 = ("--dtype", "bfloat16")  # vLLM 0.32 computes linear attention on the CPU in it only
 CHUNKED = ("--max-num-batched-tokens", "64")
+FP8, SKIP = ("--kv-cache-dtype", "fp8"), ("--kv-cache-dtype-skip-layers", "1")
 TP2 = ("--tensor-parallel-size", "2")
 DP2 = ("--data-parallel-size", "2")
 DRAFT = (
@@ -70,6 +71,8 @@ def as_nixl(pair: tuple[Setup, Setup]) -> tuple[Setup, Setup]:
 ROWS = {
     "full attention": pair_of("full"),
     "full attention, a draft model at decode": pair_of("full", (), DRAFT),
+    "fp8": pair_of("full", FP8, FP8),
+    "fp8, a layer that is not quantized": pair_of("full", (*FP8, *SKIP), (*FP8, *SKIP)),
     "windows": pair_of("gemma3"),
     "windows, hybrid manager off": pair_of("gemma3", NO_HYBRID, NO_HYBRID),
     "windows, chunked prefill": pair_of("gemma3", CHUNKED, CHUNKED),
