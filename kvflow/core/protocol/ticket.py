@@ -487,8 +487,10 @@ def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
             ours, theirs = getattr(first, name), getattr(ticket, name)
             if name not in ("ranks", "ttl_s", "traceparent") and ours != theirs:
                 both = f"{str(ours)[:80]} and {str(theirs)[:80]}"
+                hint = "; give all ranks of an engine one Config.engine_id" if name == "engine_id" else ""
                 raise RequestError(
                     f"merge_tickets: {name}: {both}: expected tickets that the ranks of one engine made for one request"
+                    f"{hint}"
                 )
     ranks: dict[tuple[int, int], RankLease] = {}
     for lease in (lease for ticket in given for lease in ticket.ranks):

@@ -522,6 +522,7 @@ def test_tickets_of_different_requests_or_engines_are_not_merged(name: str, at: 
         merge_tickets(found)
     both = f"{str(getattr(TICKET, name))[:80]} and {str(OTHERS[name])[:80]}"
     expected = "expected tickets that the ranks of one engine made for one request"
+    expected += "; give all ranks of an engine one Config.engine_id" if name == "engine_id" else ""
     assert str(caught.value) == f"merge_tickets: {name}: {both}: {expected}"
 
 
