@@ -134,12 +134,13 @@ class Load:
         return f"<Load {self.request_id} {state}>"
 
     def __await__(self) -> Generator[Any, None, LoadReport]:
-        if self._task is None:
-            return self._result().__await__()
-        if self._outcome is None:
-            require_loop(self._task.get_loop(), f"request {self.request_id!r}: awaiting it")
-            return _result_of(self._task).__await__()
-        return self._task.__await__()  # also of a load that is done: asyncio logs errors that nobody has retrieved
+        task = self._task
+        if task is not None and not task.done():
+            require_loop(task.get_loop(), f"request {self.request_id!r}: awaiting it")
+            return _result_of(task).__await__()
+        if task is not None and not task.cancelled():
+            task.exception()  # mark it as retrieved: asyncio logs errors that nobody has retrieved
+        return self._result().__await__()
 
     def __aiter__(self) -> AsyncIterator[Progress]:
         self.follow()
