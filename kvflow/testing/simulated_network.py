@@ -143,6 +143,7 @@ class Network:
 
         A read of which bytes have landed, and every read posted before it, ends now in any case: reads go in order.
         """
+        host.stands_still = False  # of an earlier pause
         for flight in [flight for flight in self._flights if flight.hosts[0] is host]:
             if not waits or flight.posted_s <= self._begun_s.get((flight.reader, flight.target), -1.0):
                 while flight in self._flights:
