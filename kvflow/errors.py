@@ -398,7 +398,8 @@ class LeaseExpired(LoadError):
     """There is no proof that the lease covered the whole read: the lease expired, was revoked, or ended because other
     readers had reported their reads, so that the producer counted the lease as fully read.
 
-    Prefill again. If this is frequent, raise `lease_ttl_s`, or let fewer requests wait between prefill and load.
+    Prefill again. If this is frequent, raise `lease_ttl_s`, or let fewer requests wait between prefill and load, or see
+    whether the reader's machine is paused.
     """
 
 

@@ -333,7 +333,7 @@ BUGS: dict[str, Bug] = {
         ),
     ),
     "draining waits for leases only": Bug(
-        "waits = [serving.drained(), loader.drained(), *(one.drained() for one in self.begun_parts)]",
+        "waits = [serving.drained(), loader.drained(), self._parts_drained()]",
         "waits = [serving.drained()]",
         (
             RUNTIME + "drain.py::test_new_work_is_refused_and_old_work_goes_on",
