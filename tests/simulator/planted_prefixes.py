@@ -139,9 +139,9 @@ PREFIX_MUTATIONS = {
     "leave_the_salt_out": (leave_the_salt_out, "I9", 5),
     "count_a_block_too_many": (count_a_block_too_many, "I9", 1),
     "count_what_loads_count": (count_what_loads_count, "I9", 118),
-    "fill_the_wrong_end_of_windows": (fill_the_wrong_end_of_windows, "I9", 59),
+    "fill_the_wrong_end_of_windows": (fill_the_wrong_end_of_windows, "I9", 179),
     "forget_answers_that_come_late": (forget_answers_that_come_late, "I9", 321),
-    "stay_connected_to_who_was_there_before": (stay_connected_to_who_was_there_before, "I7", 87),
+    "stay_connected_to_who_was_there_before": (stay_connected_to_who_was_there_before, "I7", 229),
     "say_that_blocks_are_safe": (say_that_blocks_are_safe, "I1", 57),
-    "end_a_prefix_inside_a_block": (end_a_prefix_inside_a_block, "I5 I9", 446),
+    "end_a_prefix_inside_a_block": (end_a_prefix_inside_a_block, "I5 I9", 150),
 }

@@ -268,7 +268,7 @@ async def land_while_the_device_writes(*_: Any) -> None:
     """A load does not wait for the last device work of its blocks' former owner."""
 
 
-@mutation("I2", 2255, "sleeps")
+@mutation("I2", 586, "sleeps")
 def keep_the_incarnation(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that is registered again is served under the name of the previous registration."""
     real, names = Registration.__init__, dict[object, str]()
@@ -280,7 +280,7 @@ def keep_the_incarnation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Registration, "__init__", init)
 
 
-@instead_of(Serving, "close", "I2 I3 I9", 264, "sleeps")
+@instead_of(Serving, "close", "I2 I3 I9", 348, "sleeps")
 def leave_seals_of_before(real: Any, self: Serving) -> None:
     """Leases end when their cache is unregistered, but their seals stay."""
 
@@ -325,11 +325,11 @@ def digest_the_wrong_blocks(real: Any, local: Any, part: Any, block_ids: Any) ->
 
 @instead_of(OfferedBlocks, "extend", "I3", 9)
 def leave_extensions_unprotected(
-    real: Any, self: OfferedBlocks, held: HeldBlocks, block_ids: object, what: str
+    real: Any, self: OfferedBlocks, request_id: str, held: HeldBlocks, block_ids: object
 ) -> None:
     """Blocks that are added to a lease later are not leased in the ledger."""
     entries = held.entries
-    real(self, held, block_ids, what)
+    real(self, request_id, held, block_ids)
     self._ledger.release(np.setdiff1d(held.entries, entries))
     held.entries = entries
 
