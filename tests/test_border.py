@@ -182,9 +182,8 @@ def use_load_request(sides: Sides, *, ticket: Any, **values: Any) -> Any:
     return sides.run(lambda: sides.pair.consumer.runtime.load_blocks(request))
 
 
-def use_prefix_request(sides: Sides, *, rest: Any, **values: Any) -> Any:
-    request = PrefixRequest(rest=sides.fresh(rest), **values)
-    return sides.run(lambda: sides.prefixes.pull(request))
+def use_prefix_request(sides: Sides, **values: Any) -> Any:
+    return sides.run(lambda: sides.prefixes.pull(PrefixRequest(**values)))
 
 
 def use_save_request(sides: Sides, **values: Any) -> Any:
@@ -227,7 +226,7 @@ SERVED = ServeRequest("req", [3], 4, ttl_s=2.0, reader_count=1, traceparent=TRAC
 GROUP: dict[str, Any] = {"name": "sliding", "layers": small_cache(layers=1)[0], "layout": small_cache(layers=1)[1]}
 ONE_OF_CONFIG: dict[str, Any] = {"curve_secret_key_file": Path("a.secret"), "curve_peers_dir": "keys"}
 ONE_OF_CONFIG |= {"nixl_backend_params": {"a": "b"}, "num_kv_heads": 8, "advertise_host": "10.0.0.7"}
-PULLED = PrefixRequest("req", (bytes(32),), 4, [3], (), deadline_s=5.0, answer_within_s=1.0, after=HAPPENED, rest=FRESH)
+PULLED = PrefixRequest("req", (bytes(32),), 4, [3], (), deadline_s=5.0, answer_within_s=1.0, after=HAPPENED)
 
 USES: dict[type, Callable[..., Any]] = {
     Limits: lambda _, **values: Config(engine_id="e", limits=Limits(**values)).limits,
@@ -270,7 +269,7 @@ RIGHT: dict[type, tuple[dict[str, Any], type[InvalidInput]]] = {
         },
         RequestError,
     ),
-    PrefixRequest: (values_of(PULLED) | {"recompute_s_per_token": 0.1, "prompt": [7, 8, 9, 10]}, RequestError),
+    PrefixRequest: (values_of(PULLED) | {"recompute_s_per_token": 0.1}, RequestError),
     SaveRequest: (STORED, RequestError),
     RestoreRequest: (STORED, RequestError),
     PeerAddress: (values_of(PeerAddress(engine_id="ghost", address="tcp://127.0.0.1:1")), RequestError),

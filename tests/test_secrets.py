@@ -216,7 +216,7 @@ REPRS: dict[str, Callable[[Ticket], object]] = {
     "what is served": lambda _: ServeRequest(NAME, [0], 1),
     "what is loaded": lambda ticket: LoadRequest(NAME, ticket.to_params(), [0]),
     "a spare": lambda ticket: LoadRequest("x", with_spare(ticket.to_params()), [0]),
-    "a rest": lambda ticket: PrefixRequest("x", range(4), key_tokens=4, peers=(), block_ids=[0], rest=ticket),
+    "a known peer": lambda ticket: PrefixRequest("x", range(4), key_tokens=4, peers=[ticket], block_ids=[0]),
     "a question": lambda ticket: messages.LeaseRequest(**ASKED, lease_id=ticket.lease_id),
     "an answer": lambda ticket: messages.LeaseAnswer(state=messages.LeaseAnswerState.OPEN, lease=ticket.first),
     "a step of an engine": lambda ticket: Step(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias, cast
@@ -63,14 +62,6 @@ class PrefixRequest:
     """Seconds that the local engine takes to compute one token. A prefix is not read from a peer if earlier loads from
     that peer show that computing should be faster. Without such loads, or if None, the prefix is read.
     """
-    rest: Ticket | Mapping[str, Any] | None = None
-    """Ticket of an engine that has computed the whole prompt. While the prefix is read from a peer, the tokens after
-    the prefix are read by this ticket. If the prefix cannot be read, all tokens are read by this ticket. With a ticket,
-    `block_ids` are the blocks of all tokens that the ticket offers. For a group with a sliding window or recurrent
-    state, they have the form of `LoadRequest.block_ids`.
-    """
-    prompt: Sequence[int] | None = None
-    """Token ids of the prompt. A load of the ticket `rest` fails if the ticket is for another prompt."""
     every_rank: bool = False
     """True if other ranks of the local engine will also load the tickets that `Prefixes.seek` returns."""
 
@@ -122,23 +113,17 @@ class PrefixReport:
     num_tokens: int
     """Number of the prompt's tokens in the local blocks, including `PrefixRequest.cached_tokens`."""
     pulled_tokens: int
-    """Number of tokens of the prefix that were read from a peer, without `cached_tokens` and the tokens from `rest`."""
+    """Number of tokens of the prefix that were read from a peer, without `cached_tokens`."""
     bytes: int
     source: str
     """Name and address of the peer that the prefix was read from; "" if no prefix was read."""
     answers: tuple[PrefixAnswer, ...]
-    loads: tuple[LoadReport, ...]
-    """Reports of the successful loads: the load of the prefix, if any, then the load of `PrefixRequest.rest`, if any.
-    """
+    load: LoadReport | None
+    """Report of the load of the prefix; None if no prefix was read."""
     pull_s: float | None
     """`PrefixOffer.pull_s` of the used offer or, if none was used, of the last one considered; None if unknown."""
     compute_s: float | None
     """`PrefixOffer.compute_s` of the used offer or, if none was used, of the last one considered; None if unknown."""
-
-    @property
-    def payload(self) -> builtins.bytes:
-        """Bytes that the engine of the ticket `PrefixRequest.rest` gave to `Lease.complete`, if any; else empty."""
-        return self.loads[-1].payload if self.loads else b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,19 +161,10 @@ def checked_prefix_request(given: object, verb: str, limits: Limits) -> PrefixRe
 def check_blocks(request: PrefixRequest, groups: Sequence[GroupFacts], tables: Sequence[BlockIds]) -> None:
     """Raise RequestError unless `tables` (block ids by group) have exactly as many blocks as `request` needs.
 
-    The request needs blocks from token `cached_tokens` to the last token that the keys cover or, with the ticket
-    `rest`, to the last token that the ticket offers. With `rest` only groups that keep all tokens are checked here, and
-    with a pending ticket no group is. The load of the ticket checks the groups that are not checked here.
+    The request needs blocks from token `cached_tokens` to the last token that the keys cover.
     """
-    rest, cached = request.rest, request.cached_tokens
-    tokens, whose = len(request.keys) * request.key_tokens, "its keys are for"
-    if isinstance(rest, Ticket):
-        tokens, whose = rest.offered_tokens, "its rest offers"
-        if rest.awaited:
-            return
+    cached, tokens = request.cached_tokens, len(request.keys) * request.key_tokens
     for group, ids in zip(groups, tables, strict=True):
-        if rest is not None and not group.whole:
-            continue
         size, count = group.block_size, len(ids)
         needed = -(-tokens // size) - cached // size if tokens > cached else 0
         if group.kind is GroupKind.STATE:
@@ -199,7 +175,7 @@ def check_blocks(request: PrefixRequest, groups: Sequence[GroupFacts], tables: S
                 f"request {request.request_id!r}: block_ids: {counted(count, 'block')}{of} of {counted(size, 'token')}"
             )
             wanted = f"{counted(tokens, 'token')}, {cached} of them cached, which take {needed}"
-            raise RequestError(f"{what}, but {whose} {wanted}")
+            raise RequestError(f"{what}, but its keys are for {wanted}")
 
 
 def token_size_bytes(local: LocalRank) -> int:

@@ -127,8 +127,7 @@ class Prefixes(Part):
             RequestError: the request is invalid, or (BlocksBusy) a local block is in use by another request.
             LayoutError: a tensor of the cache has moved since the cache was registered.
             PeerError, LoadError: reading from a peer failed, and bytes may still land in the blocks. Await `settled()`
-                of the error's `quarantine` before using the blocks. With `PrefixRequest.rest`, also any error of a load
-                of that ticket.
+                of the error's `quarantine` before using the blocks.
             RuntimeUnavailable: the runtime drains, is closed, or has no KV cache at the moment.
             RuntimeBroken: a task of the runtime has died.
             UsageError: this object is not in the `parts` of a runtime with a KV cache, or this is not the runtime's

@@ -13,8 +13,6 @@ import pytest
 
 from kvflow import (
     Config,
-    Lease,
-    LeaseOutcome,
     LoadRequest,
     PeerAddress,
     Runtime,
@@ -28,7 +26,6 @@ from kvflow.errors import (
     LayoutError,
     LeaseExpired,
     PeerNotReady,
-    PeerUnreachable,
     RequestError,
     UsageError,
 )
@@ -45,7 +42,6 @@ from kvflow.prefix import (
 )
 from kvflow.prefix.seek_request import SeekRequest
 from kvflow.prefix.testing import FakePrefixCache
-from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.producer.goodbyes import Goodbyes
 from kvflow.testing import CacheSize, TestEngine, assert_blocks_equal
 from kvflow.testing.pair import open_engine
@@ -197,16 +193,6 @@ async def two() -> AsyncIterator[Fleet]:
         yield them
 
 
-@contextlib.asynccontextmanager
-async def two_sources(**options: Any) -> AsyncIterator[tuple[Fleet, Holder, Holder, Lease]]:
-    """A holder of a prefix, an engine that has computed all of the prompt with its lease, and who pulls from both."""
-    async with fleet(2, **options) as them:
-        near, prefill = them.holders
-        near.prefix_cache.put(PROMPT[: 3 * TOKENS], [9, 8, 7])
-        lease = prefill.runtime.serve_blocks(ServeRequest("req", range(8), ALL_BUT_ONE, prompt=PROMPT[:ALL_BUT_ONE]))
-        yield replace(them, given={"peers": [near.address], "rest": lease.ticket.to_params()}), near, prefill, lease
-
-
 async def test_the_longest_run_is_read_from_whoever_has_it() -> None:
     async with fleet(3) as them:
         first, second, third = them.holders
@@ -259,7 +245,7 @@ async def test_what_is_cached_is_not_read(them: Fleet) -> None:
 async def test_nothing_found_is_no_error_nor_are_peers_that_cannot_be() -> None:
     async with fleet(2) as them:
         report = await them.pull()
-        assert (report.num_tokens, report.source, report.loads) == (0, "", ())
+        assert (report.num_tokens, report.source, report.load) == (0, "", None)
         nobody = await them.pull(
             peers=["tcp://127.0.0.1:1", PeerAddress(engine_id="gone", address="tcp://127.0.0.1:1")]
         )
@@ -348,7 +334,7 @@ async def test_holders_of_as_much_are_the_sources_of_one_load(fails: int) -> Non
             await until(lambda read=read: pull.done() or [read] != list(them.reader.transport.held) != [])  # type: ignore[misc]
         them.release_reads()
         report = await pull
-        (load,) = report.loads
+        load = known(report.load)
         assert [one.outcome for one in load.attempts] == ["LeaseExpired"] * fails + ["loaded"]
         assert report.source.startswith(load.attempts[-1].engine_id)
         whys = sorted(answer.why for answer in report.answers)
@@ -519,7 +505,7 @@ async def test_an_offer_that_cannot_be_an_answer_is_not_believed(
         patched.setattr(holder.sharing, "answer", lie)
         assert await them.seek(block_ids=[]) == ()
         report = await them.pull()
-        assert (report.num_tokens, report.loads, report.answers[0].num_tokens) == (0, (), 0)
+        assert (report.num_tokens, report.load, report.answers[0].num_tokens) == (0, None, 0)
         assert "ProtocolError" not in report.answers[0].why
         assert says in report.answers[0].why
         holder.sharing.reclaim(8)
@@ -541,92 +527,6 @@ async def test_what_a_prefix_cache_gives_twice_ends_for_both_readers(them: Fleet
         assert (sharing.statistics.prefixes, sharing.pinned_blocks) == (0, 0)
     assert sharing.statistics.reclaimed == 2
     assert prefix_cache.unpinned == [run, run]
-
-
-# --- the rest of a prompt comes from the engine that has computed it
-
-
-@pytest.mark.parametrize("fails", [False, True])
-async def test_two_sources_for_one_prompt_have_one_outcome(fails: bool) -> None:
-    """A prefix from one, the rest from the engine that has computed all of it, which has the prefix, too."""
-    async with two_sources() as (them, near, prefill, lease):
-        pull = await them.hold(prompt=PROMPT)
-        if fails:
-            near.sharing.close()
-        them.release_reads()
-        report = await pull
-        prefix = 0 if fails else 3
-        them.assert_read(near, range(prefix), [9, 8, 7][:prefix])
-        them.assert_read(prefill, range(prefix, 8), range(8), num_tokens=ALL_BUT_ONE)
-        assert (report.num_tokens, report.pulled_tokens) == (ALL_BUT_ONE, prefix * TOKENS)
-        assert await lease is LeaseOutcome.READ
-        if not fails:
-            assert [one.tokens for one in report.loads] == [3 * TOKENS, ALL_BUT_ONE - 3 * TOKENS]
-
-
-async def test_a_prefix_that_fails_when_its_pull_is_over_is_read_from_nobody() -> None:
-    async with two_sources(base=replace(BASE, cancel_grace_s=WAIT_S)) as (them, _, _, lease):
-        pull = await them.hold(deadline_s=0.5)
-        held = them.reader.transport.held
-        async with asyncio.timeout(WAIT_S):
-            while them.reader.runtime.statistics().loading.open_loads > 1:  # type: ignore[union-attr]
-                of_rest = [read for read in held if read.peer.startswith("holder-1/")]
-                held.extendleft([held.remove(read) or read for read in of_rest])  # type: ignore[func-returns-value]
-                them.reader.transport.perform(len(of_rest))
-                await asyncio.sleep(0)
-        assert not (await asyncio.wait({pull}, timeout=0.6))[0], "its blocks are not safe"
-        them.reader.transport.perform()
-        with pytest.raises(DeadlineExceeded) as caught:
-            await pull
-        assert (caught.value.request_id, caught.value.quarantine, len(held)) == ("req/prefix", None, 0)
-        await lease.revoke()
-
-
-async def test_a_rest_that_fails_fails_the_pull_once_no_byte_can_land() -> None:
-    async with two_sources() as (them, _, _, lease):
-        await lease.revoke()
-        with pytest.raises(LeaseExpired):
-            await them.pull()
-        assert known(them.reader.runtime.statistics().blocks).in_flight == 0
-
-
-async def test_a_prefix_ends_where_a_local_block_does_if_the_rest_comes_from_elsewhere() -> None:
-    """Whatever the keys are for: what a prefix has of a block more would have to share that with the rest."""
-    size = CacheSize(num_blocks=16, block_size=2 * TOKENS)
-    async with two_sources(reader_size=size) as (them, near, prefill, lease):
-        report = await them.pull(block_ids=range(4))
-        them.assert_read(near, [0], [9, 8])
-        them.assert_read(prefill, [1, 2, 3], range(8), num_tokens=ALL_BUT_ONE)
-        assert (report.num_tokens, report.pulled_tokens) == (ALL_BUT_ONE, 2 * TOKENS)
-        assert await lease is LeaseOutcome.READ
-
-
-async def test_an_engine_of_the_rest_that_cannot_be_told_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All bytes are there by then; its lease runs out."""
-
-    async def release(*_: object) -> bool:
-        raise PeerUnreachable("it is gone", peer="tcp://127.0.0.1:1")
-
-    async with two_sources() as (them, _, _, lease):
-        with monkeypatch.context() as patched:
-            patched.setattr(RemoteLeases, "release", release)
-            report = await them.pull()
-        assert (report.num_tokens, report.pulled_tokens) == (ALL_BUT_ONE, 3 * TOKENS)
-        await lease.revoke()
-
-
-async def test_a_pull_that_is_late_names_all_blocks_that_bytes_may_land_in() -> None:
-    """Of both loads, and it waits for neither beyond its deadline."""
-    async with two_sources(base=replace(BASE, cancel_grace_s=0.01)) as (them, _, _, lease):
-        with pytest.raises(DeadlineExceeded) as caught:
-            await (await them.hold(deadline_s=0.2))
-        held = caught.value.quarantine
-        assert held is not None
-        assert (held.request_id, sorted(held.block_ids), held.safe) == ("req", list(range(8)), False)
-        them.release_reads()
-        await held.settled()
-        assert held.safe
-        await lease.revoke()
 
 
 async def test_what_takes_longer_than_computing_is_not_pulled(them: Fleet) -> None:
@@ -762,19 +662,6 @@ async def test_blocks_that_are_not_those_of_the_keys_are_refused_before_anybody_
     if "cached_tokens" in changes and not changes.get("block_ids", True):
         with pytest.raises(RequestError, match=says):
             await them.seek(**changes)
-
-
-async def test_blocks_of_a_pull_with_a_rest_are_those_of_what_that_offers() -> None:
-    async with two_sources() as (them, near, _, lease):
-        for count in (7, 9):
-            what = (
-                f"{count} blocks of 4 tokens, but its rest offers {ALL_BUT_ONE} tokens, 0 of them cached, which take 8"
-            )
-            with pytest.raises(RequestError, match=what):
-                await them.pull(block_ids=range(count))
-        assert near.prefix_cache.asked == 0
-        assert (await them.pull(keys=prefix_keys(PROMPT, 2), key_tokens=2)).num_tokens == ALL_BUT_ONE
-        assert await lease is LeaseOutcome.READ
 
 
 async def test_who_may_not_share_is_told(them: Fleet) -> None:

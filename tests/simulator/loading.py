@@ -55,7 +55,7 @@ async def load(engine: SimEngine, offer: SimOffer, ticket: Ticket, plan: LoadPla
         await engine.simulation.pass_time(plan.use_s)
         for rank in engine.ranks if naps == engine.naps else ():  # after a nap the blocks are lost
             if (
-                wrong := rank.cache.wrong_token(load.offer.content, load.offer.tokens, load.tables)
+                wrong := rank.cache.wrong_token(load.offer.number, load.offer.tokens, load.tables)
             ) and not load.corrupt:
                 engine.fail("I1", f"blocks of {offer.request_id} changed after the load: {wrong}")
     engine.give_back(load)
@@ -155,7 +155,7 @@ async def _load_on(rank: SimRank, load: SimLoad, request: LoadRequest) -> Ending
         engine.fail("I4", f"{request.request_id} has one outcome, and attempts {report.attempts}")
     if report.verification is Verification.REPAIRED and not mine.flipped:
         engine.fail("I2", f"no byte of {request.request_id} was flipped, but it was read twice")
-    wrong = rank.cache.wrong_token(load.offer.content, load.offer.tokens, load.tables)
+    wrong = rank.cache.wrong_token(load.offer.number, load.offer.tokens, load.tables)
     if wrong and mine.flipped and not report.verified:
         load.corrupt = True
         engine.simulation.count("load: flipped, and nobody looked")
@@ -198,7 +198,7 @@ async def _follow(rank: SimRank, mine: RankLoad, load: SimLoad, handle: Handle) 
                 engine.fail("I4", f"{handle}: {progress} after {tokens} tokens")
             tokens = progress.tokens
             engine.simulation.count("load: progress")
-            wrong = rank.cache.wrong_token(load.offer.content, load.offer.tokens, load.tables, tokens)
+            wrong = rank.cache.wrong_token(load.offer.number, load.offer.tokens, load.tables, tokens)
             if wrong and not mine.flipped:
                 engine.fail("I2", f"{handle}: {progress}, but {wrong}")
         return await handle

@@ -12,7 +12,6 @@ from kvflow.core.policy.states import LeaseState
 from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.errors import HostBlocksBusy, KVFlowError, RequestError
 from kvflow.runtime.producer.lease import Lease, ServeRequest
-from tests.simulator.cache import Content
 from tests.simulator.engine import DEVICE_S, DRIFT, SimEngine
 from tests.simulator.work import DeviceWork, SimOffer, SimRank, all_over
 
@@ -31,7 +30,6 @@ async def offer(
     ttl_s: float,
     hand_out: Callable[[SimOffer], None],
     *,
-    content: Content | None = None,
     pause_s: float = 0.0,
     early: Callable[[SimOffer], Awaitable[None]] | None = None,
 ) -> SimOffer | None:
@@ -46,7 +44,7 @@ async def offer(
     if tables is None:
         engine.simulation.count("offer: no room")
         return None
-    offer = SimOffer(number, engine, tokens, tables, ttl_s, number if content is None else content)
+    offer = SimOffer(number, engine, tokens, tables, ttl_s)
     if await _serve(offer, pause_s, early):
         hand_out(offer)
     await _finish(offer)
@@ -60,7 +58,7 @@ async def _serve(offer: SimOffer, pause_s: float, early: Callable[[SimOffer], Aw
     grows = engine.simulation.settings.model.device and engine.simulation.rng.random() < _GROWING_SHARE
     if not grows:
         for rank in engine.ranks:
-            offer.device.append(engine.later(partial(rank.cache.write, offer.content, tokens, tables)))
+            offer.device.append(engine.later(partial(rank.cache.write, offer.number, tokens, tables)))
     engine.offers[offer] = None
     engine.note("offers", offer.request_id, tokens, offer.block_ids)
     if grows and engine.simulation.rng.random() < _EXTENDED_SHARE:
@@ -108,7 +106,7 @@ async def _grow(offer: SimOffer, rank: SimRank, lease: Lease) -> None:
         if rng.random() < _BROKEN_SHARE:
             _break(offer)
             return
-        work = engine.later(partial(rank.cache.write, offer.content, offer.tokens, offer.tables, upto))
+        work = engine.later(partial(rank.cache.write, offer.number, offer.tokens, offer.tables, upto))
         offer.device.append(work)
         try:
             _advance(offer, lease, upto, work)

@@ -44,13 +44,11 @@ async def pull(engine: SimEngine, plan: PullPlan) -> list[int] | None:
         engine.simulation.count("pull: no room")
         return None
     content = engine.simulation.prompts.content(plan.prompt)
-    return await _fill(SimPull(plan, engine, content, tables, exact=plan.rest is not None), _pull_on)
+    return await _fill(SimPull(plan, engine, content, tables, exact=False), _pull_on)
 
 
 def _take(engine: SimEngine, plan: PullPlan) -> list[list[int]] | None:
     """Take blocks for all tokens that the pull may bring. None if there is no room."""
-    if plan.rest is not None:
-        return engine.take_blocks(plan.rest.tokens, plan.cached_tokens)
     counts = []
     for facts in engine.facts:
         places = -(-plan.most // facts.block_size) - plan.cached_tokens // facts.block_size
@@ -123,22 +121,19 @@ async def _pull_on(rank: SimRank, pull: SimPull) -> Ending:
     """Pull on one rank. Return its report, checked at once, or the error."""
     plan, engine = pull.plan, pull.engine
     request = replace(_request(engine, plan, given_block_ids(pull.tables)), after=pull.device[rank.index])
-    LOAD.set(RankLoad(pull, side_by_side=plan.rest is not None))
-    rank.unsure += 0 if plan.rest is None else 2
+    LOAD.set(RankLoad(pull))
     try:
         with engine.bounded(plan.request_id, engine.load_bound_s(plan.deadline_s) + _MOMENT_S):
             report = await rank.prefixes.pull(request)
     except (KVFlowError, asyncio.CancelledError) as error:
-        if plan.rest is None and isinstance(error, LoadError | PeerError) and error.quarantine is None:
+        if isinstance(error, LoadError | PeerError) and error.quarantine is None:
             engine.fail("I4", f"{plan.request_id} raises, though its blocks are safe: {error}")
         if isinstance(error, KVFlowError) and error.quarantine is None and (unsafe := rank.unsafe(pull)):
             engine.fail("I1", f"{plan.request_id} says that its blocks are safe, not so {unsafe}: {error}")
         return error
     if unsafe := rank.unsafe(pull):
         engine.fail("I1", f"{plan.request_id} has ended well, but {unsafe} may write to its blocks still")
-    rank.loaded += len(report.loads)
-    if plan.rest is not None and report.payload != plan.rest.payload and plan.rest.tokens:
-        engine.fail("I2", f"{plan.request_id} came with {report.payload!r}, not {plan.rest.payload!r}")
+    rank.loaded += report.load is not None
     _check(rank, pull, report.num_tokens, report.source or "nobody")
     return report
 
@@ -177,7 +172,6 @@ def _request(engine: SimEngine, plan: PullPlan, block_ids: Any) -> PrefixRequest
         deadline_s=plan.deadline_s,
         answer_within_s=plan.answer_within_s,
         recompute_s_per_token=plan.recompute_s_per_token,
-        rest=None if plan.rest is None else plan.rest.ticket().to_params(),
     )
 
 
@@ -199,7 +193,7 @@ def _address(engine: SimEngine, holder: SimEngine) -> Any:
 def _check(rank: SimRank, pull: SimPull, tokens: int, source: str) -> None:
     """Check that the blocks that a pull reports as filled hold the right tokens and salt."""
     plan, engine = pull.plan, pull.engine
-    if tokens > plan.most or tokens < plan.cached_tokens or (plan.rest is not None and tokens != plan.rest.tokens):
+    if tokens > plan.most or tokens < plan.cached_tokens:
         engine.fail("I9", f"{plan.request_id} is said to have {tokens} tokens from {source}, of {plan.most}")
     elif wrong := rank.cache.wrong_token(pull.content, tokens, pull.filled(tokens)):
         engine.fail("I9", f"{plan.request_id} is said to have {tokens} tokens from {source}, but {wrong}")
@@ -208,7 +202,7 @@ def _check(rank: SimRank, pull: SimPull, tokens: int, source: str) -> None:
 def _judge(pull: SimPull, endings: Sequence[Ending]) -> list[int] | None:
     """Count how a pull has ended on each rank. Return the tokens of each rank; None if a rank has failed."""
     engine, plan, simulation = pull.engine, pull.plan, pull.engine.simulation
-    counts, what = list[int](), "seek" if plan.seeks else "pull" if plan.rest is None else "pull with rest"
+    counts, what = list[int](), "seek" if plan.seeks else "pull"
     for ending in endings:
         if isinstance(ending, BaseException):
             engine.note("pull ended", plan.request_id, f"{type(ending).__name__}: {ending}")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvflow.testing.network_conditions import CALM
-from tests.simulator import offering, prefixes
+from tests.simulator import prefixes
 from tests.simulator.actions import crash, drain, freeze, lose_agent, nap, partition, pick
 from tests.simulator.prompts import PROMPT_MAX, SPAN, SimPrompt, draw_prompt
-from tests.simulator.work import PullPlan, SimOffer
+from tests.simulator.work import PullPlan
 
 if TYPE_CHECKING:
     from tests.simulator.engine import SimEngine
@@ -22,7 +21,6 @@ _PROMPTS = (8, 16)
 _LATER_S = 0.02  # mean time from the first engine that computes a prompt to each other engine
 _EVICTIONS = (0, 10)
 _STRUCK_SHARE = 0.5  # share of found prefixes soon after which a fault strikes the holder
-_REST_SHARE = 0.3
 _SEEK_SHARE = 0.2
 FIRST_NUMBER = 1 << 10  # other requests have lower numbers
 
@@ -93,14 +91,7 @@ def pull(simulation: Simulation, number: int) -> None:
         return
     others = [engine for engine in simulation.engines if engine is not reader]
     holders = rng.sample(others, rng.randint(1, len(others)))
-    plan = draw_plan(number, reader, holders)
-    if rng.random() < _REST_SHARE:
-        producer = rng.choice(others)
-        if producer.running:
-            body = produce(producer, reader, plan)
-            simulation.spawn(producer.life, body, f"offer of the rest {number}")
-        return
-    start(reader, plan)
+    start(reader, draw_plan(number, reader, holders))
 
 
 def draw_plan(number: int, reader: SimEngine, holders: Sequence[SimEngine]) -> PullPlan:
@@ -135,22 +126,6 @@ def perhaps_strike(holder: SimEngine) -> None:
         strike, after_s = pick(STRIKES, rng), rng.expovariate(1 / (3 * conditions.latency_s + conditions.read_s))
         simulation.count(f"strike: {strike.__name__.replace('_', ' ')}")
         simulation.strike_later(after_s, strike, holder)
-
-
-async def produce(producer: SimEngine, reader: SimEngine, plan: PullPlan) -> None:
-    """Compute all or most of a plan's prompt at `producer`, and offer it as the rest of the plan's pull."""
-    simulation, rng, size = producer.simulation, producer.simulation.rng, reader.shape.block_size
-
-    def hand_out(offer: SimOffer) -> None:
-        cached = min(plan.cached_tokens, tokens // size * size)
-        both = replace(plan, rest=offer, seeks=False, cached_tokens=cached)
-        simulation.network.later(simulation.network.delay_s(), start, reader, both)
-        perhaps_strike(producer)
-
-    tokens = max(min(len(plan.prompt.tokens), room(producer)) - rng.choice((0, 0, 1, 3, 9)), 1)
-    ttl_s = producer.base.lease_ttl_s * rng.uniform(0.2, 1.5)
-    content = simulation.prompts.content(plan.prompt)
-    await offering.offer(producer, plan.number, tokens, ttl_s, hand_out, content=content)
 
 
 def pull_one(number: int, holder: SimEngine, reader: SimEngine) -> asyncio.Task[list[int] | None] | None:

@@ -277,7 +277,7 @@ class Simulation:
         for local, _, size in rows:
             for block in engine.landing_blocks(local, size):
                 mine.last_landing_s = self.loop.time()
-                if after := mine.came_late(flight.hosts[1], block, flight.posted_s, self.loop.time()):
+                if after := mine.came_late(flight.hosts[1]):
                     engine.fail("I1", f"bytes of {flight.hosts[1].name} land for {load} after some of {after.name}")
                 owner = engine.owners[block]
                 if owner is not load:

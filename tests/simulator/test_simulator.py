@@ -47,7 +47,7 @@ def every_kind() -> set[str]:
     wanted |= {f"lease: {outcome}" for outcome in ("read", "expired", "revoked")}
     wanted |= {f"load: {kind}" for kind in ("verified", "repaired", "unverified", "flipped, and nobody looked")}
     wanted |= {"pause", "offer: forgotten", "offer: told of tokens without blocks", "offer: rendezvous"}
-    wanted |= {f"{what}: found" for what in ("pull", "pull with rest", "seek")} | {"pull: nothing", "seek: nothing"}
+    wanted |= {f"{what}: found" for what in ("pull", "seek")} | {"pull: nothing", "seek: nothing"}
     wanted |= {"pull: a source failed", "pull: several holders", "pull: quarantined", "prefix: reclaimed"}
     wanted |= {f"strike: {action.__name__.replace('_', ' ')}" for _, action in STRIKES}
     return wanted | {f"fault: {action.__name__.replace('_', ' ')}" for _, action in FAULTS}

@@ -68,7 +68,6 @@ class SimOffer:
     tables: list[list[int]]
     """Block ids by group."""
     ttl_s: float
-    content: Content
     leases: list[Lease] = field(default_factory=list)
     given_back_s: float | None = None
     """Time at which the engine got the blocks back, or died; None before."""
@@ -166,8 +165,6 @@ class PullPlan:
     cached_tokens: int = 0
     seeks: bool = False
     """True if the reader first asks, then takes blocks, and loads the offer like any ticket."""
-    rest: SimOffer | None = None
-    """An offer of the whole prompt, for the rest beyond the prefixes of the holders."""
     deadline_s: float | None = None
     answer_within_s: float = 0.25
     recompute_s_per_token: float | None = None
@@ -182,7 +179,7 @@ class PullPlan:
     def most(self) -> int:
         """Most tokens that the reader can have after the pull, with the cached tokens."""
         keyed = len(self.prompt.tokens) // self.key_tokens * self.key_tokens
-        return max(keyed if self.rest is None else self.rest.tokens, self.cached_tokens)
+        return max(keyed, self.cached_tokens)
 
 
 @dataclass(slots=True, eq=False)
@@ -232,28 +229,19 @@ class RankLoad:
     """One rank's part of a load or pull, to which reads belong."""
 
     load: SimLoad | SimPull
-    side_by_side: bool = False
-    """True if the rank reads from several engines at once, into different blocks."""
     last_landing_s: float = 0.0
     """Time at which bytes last landed in the blocks."""
     flipped: bool = False
     """True if a byte was flipped on its way."""
-    turns: dict[int, list[tuple[SimHost, float]]] = field(default_factory=dict)
-    """Hosts in the order in which their bytes came, with the time of the first; by block if side by side."""
+    turns: list[SimHost] = field(default_factory=list)
+    """Hosts in the order in which their bytes came."""
 
-    def came_late(self, host: SimHost, block: int, posted_s: float, now_s: float) -> SimHost | None:
-        """Note that bytes of `host` land in `block`. If another host's turn has begun since, return that host.
-
-        If side by side, a host may have a second turn, in which the whole prompt is read from it, once its prefix and
-        the other prefixes are lost. Then bytes are late only if their read was posted before the other host's turn.
-        """
-        turns = self.turns.setdefault(block if self.side_by_side else 0, [])
-        if not turns or turns[-1][0] is not host:
-            current, since_s = turns[-1] if turns else (host, now_s)
-            again = any(host is one for one, _ in turns)
-            if again and (posted_s <= since_s or not self.side_by_side):
-                return current
-            turns.append((host, now_s))
+    def came_late(self, host: SimHost) -> SimHost | None:
+        """Note that bytes of `host` land. If another host's turn has begun since, return that host."""
+        if any(host is one for one in self.turns[:-1]):
+            return self.turns[-1]
+        if not self.turns or self.turns[-1] is not host:
+            self.turns.append(host)
         return None
 
 
