@@ -105,13 +105,13 @@ def loopback_hint(address: str, setting: str = "advertise_host") -> str:
     return f"; {host} is a loopback address: an engine on another host must advertise an address of its own ({setting})"
 
 
-def plain_address(address: str, *, what: str, error: type[InvalidInput] = ConfigError) -> str:
+def plain_address(address: str, *, what: str) -> str:
     """Return `address`, a text `tcp://host:port`, with an IPv6 host compressed and in brackets.
 
     Raises:
-        InvalidInput: of class `error`, if the address has another form. `what` begins the message.
+        ConfigError: the address has another form. `what` begins the message.
     """
-    return address_at(*split_address(address, what=what, error=error))
+    return address_at(*split_address(address, what=what))
 
 
 def bracket_ipv6_host(url: str) -> str:

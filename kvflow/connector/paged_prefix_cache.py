@@ -70,11 +70,6 @@ class PagedPrefixCache:
     def __repr__(self) -> str:
         return f"<PagedPrefixCache {counted(len(self._entries), 'key')}, {len(self._pinned)} being read>"
 
-    @property
-    def open_prefixes(self) -> int:
-        """Number of prefixes that `match` has returned and that are not unpinned yet."""
-        return len(self._pinned)
-
     # --- the engine's thread
 
     def add(self, cached_blocks: Sequence[CachedBlocks], ready: DeviceEvent | None) -> None:

@@ -63,7 +63,6 @@ def _prefix_pulls(now: RuntimeStatistics) -> Mapping[str, float]:
 _BLOCKS = _values_of("blocks", "free", "leased", "in_flight", "quarantined")
 _MESSAGES = _values_of("listener", "answered", "refused", "dropped")
 _PREFIX_QUESTIONS = _values_of("prefix.sharing", "found", "missed", "busy", "failed", "reclaimed")
-_SOURCES_LEFT = _values_of("loading", "sources_left", without=0)
 _PINNED_BLOCKS = _values_of("prefix.sharing", "pinned_blocks")
 _STORE_REQUESTS = _values_of("storage", "saved", "restored", "missed", "damaged", "failed")
 _STORE_BYTES = _values_of("storage", used="bytes", max="bytes_max")
