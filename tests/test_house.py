@@ -60,7 +60,7 @@ APART = Trees(path for name in OTHER_ENGINES for path in (ROOT / "tests" / name)
 PROGRAM_FILES = ChainMap(SOURCES, BENCHES)
 
 _CORE = ("", "checks", "config", "core", "errors", "extras", "forks", "hosts", "limits", "logs")
-_CORE += ("parts", "runtime", "secret_ids", "transport")
+_CORE += ("parts", "runtime", "secret_ids", "threads", "transport")
 RINGS = {
     "core": _CORE,
     "parts": ("failover", "growing", "prefix", "staging", "stock", "storage", "verify"),
@@ -79,7 +79,11 @@ PARTS_THAT_NEED_PARTS = {
 """No part imports another one, but for these. `staging` imports none: what a producer stages is offered as a lease that
 grows, so its readers need `growing`."""
 
-WITHIN_RINGS = [["errors"], ["checks"], ["extras", "forks", "hosts", "limits", "logs", "parts", "secret_ids"]]
+WITHIN_RINGS = [
+    ["errors"],
+    ["checks"],
+    ["extras", "forks", "hosts", "limits", "logs", "parts", "secret_ids", "threads"],
+]
 WITHIN_RINGS += [["config"], ["core"], ["transport"], ["runtime"], [""]]
 WITHIN_RINGS += [["attention_backends", "blocking", "observe"], ["connector"], ["ray", "sglang", "vllm"]]
 WITHIN_RINGS += [["testing"], ["bench"], ["doctor"], ["cli"]]

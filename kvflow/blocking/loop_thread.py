@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import uvloop
 
-from kvflow import checks, forks
+from kvflow import checks, forks, threads
 from kvflow.errors import KVFlowError, Quarantine, RuntimeBroken, RuntimeClosed, UsageError
 from kvflow.logs import logger_of
 from kvflow.runtime import runtime as asynchronous
@@ -58,7 +58,8 @@ class LoopThread(threading.Thread):
         if self.ident is not None or self._ended:
             raise UsageError(f"a Runtime is opened once; this one is {self.runtime.state}")
         forks.register(self)
-        self.start()
+        with threads.starting(self.name):
+            self.start()
         try:
             self._opened.result()
         except BaseException:  # also an interrupt of the calling thread

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -278,7 +278,8 @@ class RegisteredCache:
         bound_s = self.config.limits.transport_close_timeout_s
         try:
             async with asyncio.timeout(bound_s):
-                await self.resources.copy_thread.run(lambda: None)  # jobs run one after another
+                with suppress(ConfigError):  # no thread could be started, so no copy runs
+                    await self.resources.copy_thread.run(lambda: None)  # jobs run one after another
         except TimeoutError:
             return f"a copy still runs after {bound_s} s"
         loads, leases = self.loader.open_requests, self.serving.open_requests

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from kvflow.core.cache.regions import Device
 from kvflow.core.policy.events import DeviceEvent, OnEnd, Watch, Watches
+from kvflow.errors import ConfigError
 from kvflow.transport.device.cache_device import CacheDevice, make_device
 from kvflow.transport.owner_thread import OwnerThread
 
@@ -30,7 +31,7 @@ class CopyThread:
     """A thread that runs copies and watches device events. After each it calls a callback on the event loop.
 
     Thread `kvflow-copy <name>`: begun by the first copy or device event. It ends when the runtime closes and no copy
-    runs. The caller that submitted a copy gets the copy's error.
+    runs. The caller that submitted a copy gets the copy's error, or ConfigError if the system starts no thread.
     """
 
     def __init__(self, name: str, make_device: Callable[[Device], CacheDevice] | None = None) -> None:
@@ -46,7 +47,9 @@ class CopyThread:
 
     def submit(self, job: Callable[[], object], on_end: OnEnd) -> None:
         """Run `job` on the copy thread. Then call `on_end` on the event loop with the error of `job`, or None."""
-        thread = self._start_thread()
+        thread = self._start_thread(on_end)
+        if thread is None:
+            return
 
         def run() -> None:
             error: BaseException | None = None
@@ -64,7 +67,9 @@ class CopyThread:
         Return the watch. To prevent the call, set its `dropped` to True.
         """
         watch = Watch(event, on_end, time.monotonic())
-        self._start_thread().submit(lambda: self._watches.add(watch))
+        thread = self._start_thread(lambda error: None if watch.dropped else on_end(error))
+        if thread is not None:
+            thread.submit(lambda: self._watches.add(watch))
         return watch
 
     async def run(self, job: Callable[[], T]) -> T:
@@ -141,9 +146,13 @@ class CopyThread:
             self._thread.submit(self._end)
             await self._thread.ended()
 
-    def _start_thread(self) -> OwnerThread:
+    def _start_thread(self, on_failure: OnEnd) -> OwnerThread | None:
+        """Return the thread, started if it is not. If that fails, return None, and have the loop call `on_failure`."""
         if self._thread is None:
-            self._thread = OwnerThread(self._name, self._step, self._died)
+            try:
+                self._thread = OwnerThread(self._name, self._step, self._died)
+            except ConfigError as error:
+                asyncio.get_running_loop().call_soon(on_failure, error)
         return self._thread
 
     def _step(self) -> float | None:

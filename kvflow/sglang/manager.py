@@ -33,6 +33,7 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_device, get_disagg, get_exec, get_memory, get_parallel
 from sglang.srt.utils.network import get_local_ip_auto
 
+from kvflow import threads
 from kvflow.blocking import Load, Runtime
 from kvflow.checks import error_text
 from kvflow.connector.plugin_settings import refuse_options
@@ -75,7 +76,9 @@ class KVFlowManager(CommonKVManager):
         if mode == DisaggregationMode.PREFILL:
             self._rooms = Rooms(self.bootstrap_timeout)
             self.transfer_infos = self._rooms.requests
-            threading.Thread(target=self._receive_messages, name="kvflow-sglang-hear", daemon=True).start()
+            hearing = threading.Thread(target=self._receive_messages, name="kvflow-sglang-hear", daemon=True)
+            with threads.starting(hearing.name):
+                hearing.start()
         else:
             self._start_heartbeat_checker_thread()
 

@@ -232,7 +232,7 @@ class BlockStore:
                     report = await work(transfer)
                 transfer.flight.land()
                 transfer.outcome = "saved" if transfer.direction is Direction.SAVE else "restored"
-            except (OSError, TransportError, CopyFailed) as error:  # TimeoutError is an OSError
+            except (OSError, TransportError, CopyFailed, ConfigError) as error:  # TimeoutError is an OSError
                 cause = transfer.error or error  # a copy that failed but may still run has ended the transfer early
                 if cause is error and transfer.timeout.expired():
                     raise self._early_end_error(transfer) from None

@@ -30,7 +30,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from kvflow import forks
+from kvflow import forks, threads
 from kvflow.errors import TransportBroken
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class OwnerThread:
     """A thread that runs jobs in order, and calls `step` between jobs.
 
     `step` returns the seconds that the thread may sleep if no job comes, or None to end the thread. If `step` or a job
-    raises, `on_death` is called on the event loop with the error.
+    raises, `on_death` is called on the event loop with the error. ConfigError if the system starts no further thread.
     """
 
     def __init__(self, name: str, step: Callable[[], float | None], on_death: Callable[[BaseException], None]) -> None:
@@ -90,7 +90,8 @@ class OwnerThread:
         self._cause: BaseException | None = None
         self._halted = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        with threads.starting(name):
+            self._thread.start()
         _LIVE_THREADS.add(self)
         forks.register(self)
 

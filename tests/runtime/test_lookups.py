@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tests_support import turns, until
 
+from kvflow.errors import ConfigError
 from kvflow.runtime.channel import lookups
 from kvflow.runtime.channel.lookups import Lookups
 
@@ -138,6 +139,6 @@ async def test_no_more_threads_is_an_error_of_that_name(resolver: Resolver, monk
     looking = Lookups()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_more)
-        with pytest.raises(OSError, match="cannot look node-7 up: can't start new thread"):
+        with pytest.raises(ConfigError, match=r"kvflow-lookup node-7: .*\(can't start new thread\)"):
             await looking.find_address("node-7")
     assert await looking.find_address("node-7") == "10.0.0.7"

@@ -23,6 +23,7 @@ from typing import NamedTuple, Self
 import zmq
 from zmq.utils import z85
 
+from kvflow import threads
 from kvflow.checks import counted
 from kvflow.config import is_key_name
 from kvflow.errors import ConfigError
@@ -69,8 +70,9 @@ class Keyring:
         The files are read in a thread. ConfigError, which names the file, if one is faulty, or if `folder` has a public
         key for `engine_id` other than that in `secret_file`.
         """
-        own_keys = await asyncio.to_thread(_read_pair, secret_file)
-        allowlist = await asyncio.to_thread(_read_allowlist, folder)
+        with threads.starting(f"curve_secret_key_file: {secret_file}"):
+            own_keys = await asyncio.to_thread(_read_pair, secret_file)
+            allowlist = await asyncio.to_thread(_read_allowlist, folder)
         if allowlist.keys.get(engine_id, own_keys.public) != own_keys.public:
             raise ConfigError(
                 f"curve_peers_dir: {folder / (engine_id + _PUBLIC_SUFFIX)} does not belong to {secret_file}"
@@ -97,7 +99,8 @@ class Keyring:
             return
         self._read_at_s = now_s
         try:
-            self._allowlist = await asyncio.to_thread(_read_allowlist, self.folder)
+            with threads.starting("reading the keys"):
+                self._allowlist = await asyncio.to_thread(_read_allowlist, self.folder)
         except ConfigError as error:
             logger.error("curve_peers_dir %s cannot be read, the keys read last stay valid: %s", self.folder, error)
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from ipaddress import ip_address
 from typing import Any, TypeAlias
 
+from kvflow import threads
 from kvflow.config import Config
 from kvflow.core.policy.bounded_map import BoundedMap
 from kvflow.errors import ConfigError
@@ -38,7 +39,8 @@ class Lookups:
     async def find_address(self, host: str) -> str:
         """Return the numeric address of `host`, preferably an IPv4 address to which this machine has a route.
 
-        OSError or ValueError if the lookup fails. If cancelled, stop waiting; the thread ends with the lookup.
+        OSError or ValueError if the lookup fails, ConfigError if its thread cannot start. If cancelled, stop waiting;
+        the thread ends with the lookup.
         """
         try:
             ip_address(host)
@@ -50,13 +52,13 @@ class Lookups:
         slots = self._known_slots if host in self._known_hosts else self._new_slots
         await slots.acquire()
         found: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        thread = threading.Thread(target=_look_up, args=(host, slots, found), name=f"kvflow-lookup {host}", daemon=True)
         try:
-            threading.Thread(
-                target=_look_up, args=(host, slots, found), name=f"kvflow-lookup {host}", daemon=True
-            ).start()
-        except RuntimeError as error:  # no thread can be started
+            with threads.starting(thread.name):
+                thread.start()
+        except ConfigError:
             slots.release()
-            raise OSError(f"cannot look {host} up: {error}") from error
+            raise
         numbers = await found
         self._known_hosts[host] = None
         return numbers
@@ -159,7 +161,8 @@ async def _target_addresses(config: Config, toward: str, families: Sequence[sock
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(config.handshake_timeout_s):
-            found = await loop.getaddrinfo(toward, 9, type=socket.SOCK_DGRAM)
+            with threads.starting(f"advertise_host: {config.advertise_host!r}"):
+                found = await loop.getaddrinfo(toward, 9, type=socket.SOCK_DGRAM)
     except (OSError, TimeoutError) as error:
         why = error if isinstance(error, OSError) and str(error) else f"no answer in {config.handshake_timeout_s} s"
         raise ConfigError(
