@@ -199,8 +199,8 @@ async def test_over_http_a_worker_answers_failures_in_its_own_words(workers: Wor
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://worker") as client:
         offered = await client.post("/prefill", content=request_of().written())
         ticket = Offered.read(offered.content).ticket
-        again = await client.post("/prefill", content=request_of().written())  # the id of an open lease
-        assert (again.status_code, Failure.read(again.content).kind) == (502, FailureKind.WORKER_FAILED)
+        wrong = await client.post("/prefill", content=request_of("r" * 10_000).written())  # kvflow refuses such an id
+        assert (wrong.status_code, Failure.read(wrong.content).kind) == (502, FailureKind.WORKER_FAILED)
         request = DecodeRequest(request_id="r", ticket=ticket, prompt_count=10, max_tokens=3, deadline_s=30)
         lines = (await client.post("/decode", content=request.written())).content.splitlines()
         assert [Step.read(line).finish_reason for line in lines] == [None, None, "length"]
