@@ -15,7 +15,7 @@ from kvflow.bench.engine import Pair, hand_over, open_pair
 from kvflow.bench.loads import scattered_loads
 from kvflow.bench.ucx import ReadPath, ucx_log
 from kvflow.doctor.findings import Finding, fail, ok, warn
-from kvflow.transport.nixl.native import VERBS, start_agent
+from kvflow.transport.nixl.native import VERBS, plugin_dir_note, start_agent
 
 _BACKEND = "UCX"
 _INSTALL = "pip install 'nixl>=1.5.1'"
@@ -35,28 +35,36 @@ def check_nixl() -> tuple[Finding, Sequence[str]]:
         return fail("NIXL", "not installed", _INSTALL), ()
     try:
         with open_children([RankProcess("NIXL", open_caller)], QUIET_ENVIRONMENT) as children:
-            plugins, verbs = children["NIXL"].run(ChildCaller.call, start_agent, _BACKEND)
+            plugins, verbs, note = children["NIXL"].run(ChildCaller.call, start_agent, _BACKEND)
     except BenchError as error:
-        return judge_plugins(installed, (), problem=error.reason), ()
-    return judge_plugins(installed, plugins, verbs=verbs, exit_code=children["NIXL"].exit_code), plugins
+        return judge_plugins(installed, (), problem=error.reason, note=plugin_dir_note()), ()
+    return judge_plugins(installed, plugins, verbs=verbs, exit_code=children["NIXL"].exit_code, note=note), plugins
 
 
 def judge_plugins(
-    installed: str, plugins: Sequence[str], problem: str = "", *, verbs: bool = False, exit_code: int | None = 0
+    installed: str,
+    plugins: Sequence[str],
+    problem: str = "",
+    *,
+    verbs: bool = False,
+    exit_code: int | None = 0,
+    note: str = "",
 ) -> Finding:
     """Return the finding about a child process that has tried to start a NIXL agent.
 
     `installed`: version of NIXL. `plugins`: names of NIXL's plugins. `problem`: reason why no agent started, or "".
-    `verbs`: whether the system's libibverbs was loaded before NIXL. `exit_code`: the process's `exitcode`.
+    `verbs`: whether the system's libibverbs was loaded before NIXL. `exit_code`: the process's `exitcode`. `note`: what
+    `plugin_dir_note` returned.
     """
+    unset = "unset NIXL_PLUGIN_DIR, unless its plugins were built with this NIXL"
     if problem:
         fix = f"unset UCX_ variables that do not fit this host, or reinstall it: {_INSTALL} --force-reinstall"
-        return fail("NIXL", f"{installed} does not start: {problem}", fix)
-    found = f"{installed}, plugins: {', '.join(plugins) or 'none'}"
+        return fail("NIXL", f"{installed} does not start: {problem}{note}", unset if note else fix)
+    found = f"{installed}, plugins: {', '.join(plugins) or 'none'}{note}"
     if verbs:
         found += f"; the system's {VERBS} is loaded first"
     if _BACKEND not in plugins:
-        return fail("NIXL", found, f"the plugin {_BACKEND} is needed; reinstall, or set NIXL_PLUGIN_DIR")
+        return fail("NIXL", found, f"the plugin {_BACKEND} is needed; {unset if note else 'reinstall it'}")
     if exit_code:
         how = f"by signal {-exit_code}" if exit_code < 0 else f"with exit code {exit_code}"
         return fail(
@@ -64,7 +72,7 @@ def judge_plugins(
             f"{found}; a process with an agent ends {how}",
             "libraries of the system and of NIXL's wheel are incompatible: docs/troubleshooting.md, signal 11",
         )
-    return ok("NIXL", found)
+    return warn("NIXL", found, unset) if note else ok("NIXL", found)
 
 
 def check_self_transfer(

@@ -25,7 +25,7 @@ from kvflow.core.plan.descriptors import Descriptors
 from kvflow.errors import ConfigError
 from kvflow.storage.store_thread import Direction, LostMoves, MoveLost
 from kvflow.transport.base import TransportError
-from kvflow.transport.nixl.native import error_types, import_bindings, new_agent
+from kvflow.transport.nixl.native import error_types, import_bindings, new_agent, plugin_dir_note
 
 _AIO_NOTCANCELED = 1  # from <aio.h>
 
@@ -64,7 +64,7 @@ class PosixMover:
             self._start()
         except self._errors as error:
             what = f"backend {POSIX!r} as configured, with {counted(len(spans), 'span')} of memory"
-            raise ConfigError(f"NIXL cannot start {what}: {error}") from error
+            raise ConfigError(f"NIXL cannot start {what}: {error}{plugin_dir_note()}") from error
 
     def register_file(self, fd: int, size_bytes: int) -> None:
         try:

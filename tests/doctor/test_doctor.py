@@ -162,6 +162,13 @@ def test_nixl_needs_its_plugin() -> None:
     assert judge_plugins("1.5.1", ("POSIX",)).status is FAIL
     broken = judge_plugins("1.5.1", (), problem="ImportError: libcudart.so.12")
     assert (broken.status, "libcudart.so.12" in broken.found) == (FAIL, True)
+    note = "; NIXL_PLUGIN_DIR is set to '/opt/other'"
+    for finding, status in (
+        (judge_plugins("1.5.1", ("UCX",), note=note), WARN),
+        (judge_plugins("1.5.1", (), note=note), FAIL),
+        (judge_plugins("1.5.1", (), problem="died", note=note), FAIL),
+    ):
+        assert_found([finding], "NIXL", status, "/opt/other", "unset NIXL_PLUGIN_DIR")
     assert BenchError("NIXL: Traceback\n  File ...\nImportError: no\n").reason == "ImportError: no"
 
 

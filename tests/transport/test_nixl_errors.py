@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from kvflow.config import Config
+from kvflow.errors import ConfigError
 from kvflow.transport.base import PeerGone, TransportError
+from kvflow.transport.nixl import native
+from kvflow.transport.nixl.loop import NixlTransport
 from kvflow.transport.nixl.native import import_bindings, translate_error
 from tests.support.tests_support import each
 
@@ -43,3 +49,62 @@ def test_any_other_error_is_said_to_be_of_nixl(name: str, bindings: ModuleType) 
     found = translate_error(getattr(bindings, name)("NIXL_ERR_WHAT"), bindings)
     assert type(found) is TransportError
     assert str(found) == f"NIXL reports an error: {name}: NIXL_ERR_WHAT"
+
+
+OPEN_ELSEWHERE = """
+import asyncio, kvflow
+from kvflow.doctor.nixl_transfer import check_nixl
+from kvflow.storage import posix
+
+async def main():
+    try:
+        await kvflow.Runtime(kvflow.Config(engine_id="a", listen="tcp://127.0.0.1:0")).__aenter__()
+    except kvflow.errors.ConfigError as error:
+        print(error)
+
+if __name__ == "__main__":
+    print(check_nixl()[0])
+    asyncio.run(main())
+    try:
+        posix.PosixMover("store", {}, [])
+    except kvflow.errors.ConfigError as error:
+        print(error)
+"""
+
+
+@pytest.mark.nixl
+def test_plugins_of_another_install_are_named(tmp_path: Path) -> None:
+    """In other processes, with an empty folder in place of another install's."""
+    script, plugins = tmp_path / "open.py", tmp_path / "plugins"
+    script.write_text(OPEN_ELSEWHERE)
+    plugins.mkdir()
+    environment = {**os.environ, "NIXL_PLUGIN_DIR": str(plugins)}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=True)
+    finding, opened, stored = done.stdout.splitlines()
+    for text in (finding, opened, stored):
+        assert f"; NIXL_PLUGIN_DIR is set to {str(plugins)!r}, this NIXL's own plugins are in '/" in text
+    assert opened.startswith("nixl_backend: 'UCX' is not among NIXL's plugins []")
+    assert "fail" in finding.lower()
+
+
+def test_its_own_plugins_need_no_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    maps, own, link = tmp_path / "maps", tmp_path / "lib" / "plugins", tmp_path / "link"
+    maps.write_text(f"7f00-7f10 r-xp 00000000 fe:00 123    {tmp_path}/lib/libnixl.so\n")
+    own.mkdir(parents=True)
+    link.symlink_to(own)
+    monkeypatch.setattr(native, "_MAPS", maps)
+    for folder in ("", str(own), str(link)):
+        monkeypatch.setenv("NIXL_PLUGIN_DIR", folder)
+        assert native.plugin_dir_note() == ""
+    monkeypatch.setenv("NIXL_PLUGIN_DIR", "/opt/other")
+    assert native.plugin_dir_note().startswith("; NIXL_PLUGIN_DIR is set to '/opt/other', this NIXL's own plugins are")
+
+
+@pytest.mark.nixl
+async def test_a_system_that_gives_nixl_no_thread_is_an_error_of_opening(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_more(*_: object, **__: object) -> None:
+        raise RuntimeError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(native, "new_agent", no_more)
+    with pytest.raises(ConfigError, match="cannot start backend 'UCX' as configured: Resource temporarily unavailable"):
+        await NixlTransport(Config(engine_id="a"), "a").open()

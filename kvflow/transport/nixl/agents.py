@@ -45,7 +45,7 @@ from kvflow.transport.base import (
 from kvflow.transport.device import cuda
 from kvflow.transport.device.cache_device import is_rocm
 from kvflow.transport.nixl.defaults import POLLING
-from kvflow.transport.nixl.native import Agent, error_types, import_bindings, prefault, translate_error
+from kvflow.transport.nixl.native import Agent, error_types, import_bindings, plugin_dir_note, prefault, translate_error
 from kvflow.transport.owner_thread import pause_s
 
 logger = logger_of(__name__)
@@ -112,11 +112,13 @@ class NixlAgents:
         self._put_event = put_event
         self._has_jobs = has_jobs
         self._config = config
+        failures: tuple[type[Exception], ...] = (*self._errors, RuntimeError)  # or the system's: its limit of threads
         try:
             self._serving = Agent(self._bindings, name, config, progress=True)
             self._reading = Agent(self._bindings, f"{name}/reader", config, progress=False)
-        except self._errors as error:
-            raise ConfigError(f"NIXL cannot start backend {config.nixl_backend!r} as configured: {error}") from error
+        except failures as error:
+            what = f"backend {config.nixl_backend!r} as configured"
+            raise ConfigError(f"NIXL cannot start {what}: {error}{plugin_dir_note()}") from error
         self._name = name
         self._serving_listeners = self._serving.listener_count
         self._in_flight: list[_Request] = []

@@ -47,7 +47,9 @@ class Agent:
         plugins = self.native.getAvailPlugins()
         unknown = next((name for name in given.nixl_backends if name not in plugins), None)
         if unknown is not None:
-            raise ConfigError(f"nixl_backend: {unknown!r} is not among NIXL's plugins {sorted(plugins)}")
+            raise ConfigError(
+                f"nixl_backend: {unknown!r} is not among NIXL's plugins {sorted(plugins)}{plugin_dir_note()}"
+            )
         self.backends = [
             self.native.createBackend(name, backend_params(name, params))
             for name, params in given.nixl_backends.items()
@@ -145,11 +147,11 @@ def new_agent(bindings: ModuleType, name: str, *, progress: bool = False) -> Any
     return bindings.nixlAgent(name, config)
 
 
-def start_agent(backend: str) -> tuple[tuple[str, ...], bool]:
+def start_agent(backend: str) -> tuple[tuple[str, ...], bool, str]:
     """Create an agent as a trial. If NIXL has the plugin `backend`, also create that backend.
 
     Returns:
-        The names of NIXL's plugins, and whether the system's libibverbs was loaded.
+        The names of NIXL's plugins, whether the system's libibverbs was loaded, and the result of `plugin_dir_note`.
 
     Raises:
         ConfigError: NIXL is not installed or does not load.
@@ -160,7 +162,7 @@ def start_agent(backend: str) -> tuple[tuple[str, ...], bool]:
     plugins = tuple(sorted(agent.getAvailPlugins()))
     if backend in plugins:
         agent.createBackend(backend, backend_params(backend, {}))
-    return plugins, load_verbs()
+    return plugins, load_verbs(), plugin_dir_note()
 
 
 @functools.cache
@@ -231,7 +233,22 @@ def readable_kinds() -> Mapping[str, bool]:
 
 def has_module(name: str) -> bool:
     """Return whether the UCX that this process has loaded comes with the module `name`, for example "ze"."""
-    lines = _MAPS.read_text("utf-8", "replace").splitlines()
-    loaded = {Path(line.split(maxsplit=5)[5]) for line in lines if "/libuct" in line}
-    folders = {folder for library in loaded for folder in (library.parent, library.parent / "ucx")}
+    folders = {folder for used in _folders_of("/libuct") for folder in (used, used / "ucx")}
     return any(next(folder.glob(f"libuct_{name}*.so*"), None) is not None for folder in folders)
+
+
+def plugin_dir_note() -> str:
+    """Return a note for messages if NIXL_PLUGIN_DIR is set, but not to the loaded NIXL's own plugins; else ""."""
+    chosen = os.environ.get("NIXL_PLUGIN_DIR", "")
+    own = [str(folder / "plugins") for folder in _folders_of("/libnixl.so")]
+    if not chosen or os.path.realpath(chosen) in map(os.path.realpath, own):
+        return ""
+    return f"; NIXL_PLUGIN_DIR is set to {chosen!r}" + "".join(
+        f", this NIXL's own plugins are in {one!r}" for one in own
+    )
+
+
+def _folders_of(library: str) -> set[Path]:
+    """Return the folders of the libraries that this process has loaded and whose paths contain `library`."""
+    lines = _MAPS.read_text("utf-8", "replace").splitlines()
+    return {Path(line.split(maxsplit=5)[5]).parent for line in lines if library in line}
