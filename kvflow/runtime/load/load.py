@@ -135,7 +135,7 @@ class Load:
 
     def __await__(self) -> Generator[Any, None, LoadReport]:
         task = self._task
-        if task is not None and not task.done():
+        if task is not None and (self._outcome is None or not task.done()):  # none if cancelled before its first step
             require_loop(task.get_loop(), f"request {self.request_id!r}: awaiting it")
             return _result_of(task).__await__()
         if task is not None and not task.cancelled():

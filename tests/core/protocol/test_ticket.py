@@ -263,7 +263,7 @@ def test_no_ticket_exists_that_was_not_checked() -> None:
     assert Ticket(**values) == TICKET == pickle.loads(pickle.dumps(TICKET)) == copy.copy(TICKET)
     assert Ticket(**values | {"block_ids": [3, 7, 9], "ranks": [FIRST, asdict(SECOND)]}) == TICKET
     for name, value, problem in (
-        ("num_tokens", "41", "num_tokens`, got '41'$"),
+        ("num_tokens", "41", "num_tokens`, got '41'; a number is written without quotes$"),
         ("num_tokens", True, "num_tokens"),
         ("block_ids", {3, 7, 9}, "block_ids"),
         ("block_ids", (3, 7), r"blocks by group: \(2,\), but \(3,\) of tp_rank 0"),
@@ -366,7 +366,7 @@ def test_ranks_of_large_tickets_are_looked_through_once() -> None:
     ("path", "value", "shown"),
     [
         ("kvflow.num_tokens", float("nan"), "num_tokens`, got nan$"),
-        ("kvflow.ranks.1.port", "x" * 10_000, r"ranks\[1\]\.port`, got 'x{30}.*\.\.\..*'$"),
+        ("kvflow.ranks.1.port", "x" * 10_000, r"ranks\[1\]\.port`, got 'x{30}.*\.\.\..*'; a number is written without quotes$"),
         ("remote_block_ids", [1, None], r"remote_block_ids\[1\]`, got None$"),
     ],
 )
