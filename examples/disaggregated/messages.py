@@ -18,6 +18,8 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 from paged_engine import GREEDY, Sampling
 
+import kvflow
+
 FinishReason = Literal["stop", "length"]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
@@ -58,6 +60,8 @@ class PrefillRequest(Message, frozen=True, kw_only=True):
     sampling: Sampling = GREEDY
     neighbours: list[str] = []
     """Addresses of runtimes that may already hold the beginning of the prompt."""
+    offer_id: str = ""
+    """Secret id of the offer, the same for all ranks of the engine; empty: its only rank makes one."""
 
 
 class Offered(Message, frozen=True, kw_only=True):
@@ -102,6 +106,7 @@ class AnswerRequest(Message, frozen=True, kw_only=True):
             deadline_s=self.deadline_s,
             sampling=self.sampling,
             neighbours=list(neighbours),
+            offer_id=kvflow.secret_id(self.request_id),  # also the client knows the request's own id
         )
 
     def decode_request(self, ticket: dict[str, Any] | None = None) -> DecodeRequest:

@@ -62,7 +62,7 @@ class PrefillWorker:
                 start = await self._neighbours.pull(request, block_ids, blocks)
             lease = self._runtime.serve_blocks(
                 kvflow.ServeRequest(
-                    kvflow.secret_id(request.request_id),  # also the client knows the request's own id
+                    request.offer_id or kvflow.secret_id(request.request_id),
                     block_ids=self._groups.tables(block_ids, len(request.prompt)),
                     num_tokens=len(request.prompt),
                     ttl_s=request.deadline_s,
