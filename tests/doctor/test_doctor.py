@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from another_install import lines_of_another_install
 from rich.console import Console
 from side_channels import to
 from tests_support import WAIT_S, each, limited, small_cache
@@ -285,3 +286,18 @@ def test_the_doctor_hands_blocks_over_and_says_which_way_they_went() -> None:
     assert "POSIX moves files" in found["backends"]["found"]
     assert "every byte compared" in found["self-transfer"]["found"]
     assert found["path of the bytes"]["found"].partition(":")[0] in ("shared memory", "tcp, on one machine", "tcp")
+
+
+CHECK_ELSEWHERE = """
+from kvflow.doctor.nixl_transfer import check_nixl
+
+if __name__ == "__main__":
+    print(check_nixl()[0])
+"""
+
+
+@pytest.mark.nixl
+def test_plugins_of_another_install_are_a_failure(tmp_path: Path) -> None:
+    """See `lines_of_another_install`."""
+    (finding,) = lines_of_another_install(tmp_path, CHECK_ELSEWHERE)
+    assert "fail" in finding.lower()

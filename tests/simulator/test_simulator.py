@@ -16,7 +16,7 @@ from tests.simulator.actions import DELIVERIES, FAULTS
 from tests.simulator.sharing import STRIKES
 
 ROOT = Path(__file__).parents[2]
-SEEDS_PER_TEST = budget(48, 96)
+SEEDS_PER_TEST = budget(48, 192)
 SEEDS = budget(48, 192)
 SEEDS_TWICE = budget(2, 8)
 
@@ -35,7 +35,7 @@ def test_no_promise_is_broken(first: int) -> None:
         assert result.violation is None, describe(result)
         counts += result.counts
     assert counts["load: ok"] > 8 * SEEDS_PER_TEST, f"the workload mostly fails: {counts}"
-    if first == 0 and SEEDS_PER_TEST == 96:
+    if first == 0 and SEEDS_PER_TEST == 192:
         assert not every_kind() - set(counts), "a workload in which something never happens"
 
 

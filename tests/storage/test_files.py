@@ -21,6 +21,7 @@ from kvflow.storage.posix import PosixMover
 from kvflow.storage.storage import make_store_thread
 from kvflow.storage.store_thread import Direction, LostMoves, MoveFailed, MoveLost, PlainMover, StoreThread
 from kvflow.transport.base import TransportError
+from tests.support.another_install import lines_of_another_install
 from tests.support.tests_support import WAIT_S
 
 SIZE = 1 << 20
@@ -233,3 +234,21 @@ async def test_the_backend_gets_its_parameters(tmp_path: Path, params: dict[str,
     with pytest.raises((ConfigError, ValueError)):
         await wrong.open(spans, buffer)
     await wrong.aclose(lambda: None)
+
+
+STORE_ELSEWHERE = """
+from kvflow.errors import ConfigError
+from kvflow.storage.posix import PosixMover
+
+if __name__ == "__main__":
+    try:
+        PosixMover("store", {}, [])
+    except ConfigError as error:
+        print(error)
+"""
+
+
+@pytest.mark.nixl
+def test_plugins_of_another_install_are_named(tmp_path: Path) -> None:
+    """See `lines_of_another_install`."""
+    assert len(lines_of_another_install(tmp_path, STORE_ELSEWHERE)) == 1

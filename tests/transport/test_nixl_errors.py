@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from kvflow.transport.base import PeerGone, TransportError
 from kvflow.transport.nixl import native
 from kvflow.transport.nixl.loop import NixlTransport
 from kvflow.transport.nixl.native import import_bindings, translate_error
+from tests.support.another_install import lines_of_another_install
 from tests.support.tests_support import each
 
 
@@ -53,8 +53,6 @@ def test_any_other_error_is_said_to_be_of_nixl(name: str, bindings: ModuleType) 
 
 OPEN_ELSEWHERE = """
 import asyncio, kvflow
-from kvflow.doctor.nixl_transfer import check_nixl
-from kvflow.storage import posix
 
 async def main():
     try:
@@ -63,28 +61,15 @@ async def main():
         print(error)
 
 if __name__ == "__main__":
-    print(check_nixl()[0])
     asyncio.run(main())
-    try:
-        posix.PosixMover("store", {}, [])
-    except kvflow.errors.ConfigError as error:
-        print(error)
 """
 
 
 @pytest.mark.nixl
 def test_plugins_of_another_install_are_named(tmp_path: Path) -> None:
-    """In other processes, with an empty folder in place of another install's."""
-    script, plugins = tmp_path / "open.py", tmp_path / "plugins"
-    script.write_text(OPEN_ELSEWHERE)
-    plugins.mkdir()
-    environment = {**os.environ, "NIXL_PLUGIN_DIR": str(plugins)}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=True)
-    finding, opened, stored = done.stdout.splitlines()
-    for text in (finding, opened, stored):
-        assert f"; NIXL_PLUGIN_DIR is set to {str(plugins)!r}, this NIXL's own plugins are in '/" in text
+    """See `lines_of_another_install`."""
+    (opened,) = lines_of_another_install(tmp_path, OPEN_ELSEWHERE)
     assert opened.startswith("nixl_backend: 'UCX' is not among NIXL's plugins []")
-    assert "fail" in finding.lower()
 
 
 def test_its_own_plugins_need_no_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
