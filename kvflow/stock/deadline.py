@@ -89,16 +89,18 @@ class DeadlineProof:
         terms: Terms,
         now_s: Callable[[], float],
         unsent: Callable[[], int],
+        replaced: Callable[[], bool] = lambda: False,
         *,
         request_id: str = "",
-        agent: str = "",
+        incarnation: str = "",
     ) -> None:
         """Create the proof for a request with parameters that arrived at `arrived_s`, on the clock `now_s`.
 
-        `unsent` returns the number of notifications that this engine could not send so far, to any producer. `agent` is
-        the stock rank's NIXL agent.
+        `unsent` returns the number of notifications that this engine could not send so far, to any producer.
+        `replaced` returns whether the stock rank has meanwhile restarted, or registered its cache again: then it holds
+        nothing. `incarnation` names the registration that the proof is for.
         """
-        self.request_id, self.agent = request_id, agent
+        self.request_id, self.incarnation = request_id, incarnation
         self.fetch_posted = True
         """Always True, as if a seal had been fetched, so that loads fetch none: a stock producer has no seal."""
         self.last_open_s = -math.inf
@@ -108,6 +110,7 @@ class DeadlineProof:
         self._terms = terms
         self._now_s = now_s
         self._unsent = unsent
+        self._replaced = replaced
         self._unsent_before = unsent()
         self._heartbeats_s: list[float] = []
 
@@ -126,6 +129,8 @@ class DeadlineProof:
         Heartbeats that have surely arrived by now extend that time.
         """
         now_s, terms = self._now_s(), self._terms
+        if self._replaced():
+            return -math.inf
         if self._unsent() != self._unsent_before:  # one of the unsent messages may be a heartbeat of this request
             self._heartbeats_s.clear()
             return self.bound_s

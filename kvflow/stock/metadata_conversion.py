@@ -135,11 +135,13 @@ def our_cache(shares: Sequence[CacheShare], regions: Sequence[Regions], groups: 
     return OurCache(tuple(map(OurLayers, shares, regions)), tuple(groups))
 
 
-def metadata_of(at: Address, stock: StockMetadata, agent: str, ours: OurCache, *, tp_size: int) -> messages.Metadata:
+def metadata_of(
+    at: Address, stock: StockMetadata, incarnation: str, ours: OurCache, *, tp_size: int
+) -> messages.Metadata:
     """Return a stock rank's metadata as kvflow's own message, to be checked like any peer's metadata.
 
-    `at` is the stock rank's address, `agent` its NIXL agent's name, and `tp_size` the number of its engine's ranks.
-    PeerIncompatible if this rank cannot read the stock rank's cache.
+    `at` is the stock rank's address, `incarnation` the name of its cache's registration, and `tp_size` the number of
+    its engine's ranks. PeerIncompatible if this rank cannot read the stock rank's cache.
     """
     if problems := reasons_not_read(stock):
         raise at.failure(PeerIncompatible, "; ".join(problems))
@@ -171,7 +173,7 @@ def metadata_of(at: Address, stock: StockMetadata, agent: str, ours: OurCache, *
         )
     return messages.Metadata(
         engine_id=stock.engine_id,
-        incarnation=agent,
+        incarnation=incarnation,
         cache_shares=tuple(shares),
         agent_metadata=stock.agent_metadata,
         agent_metadata_crc32=zlib.crc32(stock.agent_metadata),

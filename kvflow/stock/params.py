@@ -14,6 +14,7 @@ from kvflow.checks import Count, counted, is_name, short_repr
 from kvflow.config import ENGINE_ID_CHARS_MAX, RankCount
 from kvflow.core.cache.groups import DEFAULT_NAME, GROUPS_MAX, GroupFacts, GroupKind
 from kvflow.core.plan.topology import Rank
+from kvflow.core.policy.bounded_map import BoundedMap
 from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.core.protocol.spare import SPARE_MARK, with_spare
 from kvflow.core.protocol.ticket import Ticket
@@ -24,6 +25,7 @@ from kvflow.stock.texts import fits_text
 from kvflow.stock.versions import LINES, line_of, line_of_params
 
 _Block: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 31)]
+_REGISTRATIONS_MAX = 64
 
 
 @checks.built
@@ -45,6 +47,8 @@ class StockTicket(Ticket, frozen=True, kw_only=True, dict=True):
     """The `kv_transfer_params` as they arrived, without keys that no stock producer makes."""
     left: int = 0
     """Number of tokens at the end of the prompt that are offered but not loaded. `num_tokens` does not count them."""
+    generation: int = 0
+    """Number of registrations of its cache that the producer had counted; 0 if it counts none (vLLM before 0.33)."""
 
     @cached_property
     def offered_tokens(self) -> int:
@@ -77,6 +81,7 @@ class _Params(msgspec.Struct, frozen=True, kw_only=True):
     tp_size: RankCount = 1
     pp_size: Annotated[int, Meta(ge=1, le=1)] = 1
     dcp_size: Annotated[int, Meta(ge=1, le=1)] = 1
+    remote_registration_generation: Count | None = None
     transfer_mode: Annotated[str, Meta(pattern=r"\Apull\Z")] = "pull"
 
 
@@ -138,6 +143,7 @@ def read_stock_params(
         arrived=_checked_arrival(arrived),
         params={key: value for key, value in given.items() if key in LINES[-1].params},
         left=min(left, num_tokens),
+        generation=fields.remote_registration_generation or 0,
     )
 
 
@@ -192,7 +198,26 @@ def _needed_ids(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int]) -> S
     return ids[first - behind : -(-tokens // size) - behind]
 
 
-def make_stock_params(ticket: Ticket, version: str, *, left: int = 0) -> dict[str, Any]:
+class Registrations:
+    """Counts the registrations of an engine's cache, by the incarnations that the engine's tickets name.
+
+    A stock reader (vLLM 0.33) asks for the metadata again when the number in its parameters has risen.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._numbers = BoundedMap[tuple[str, ...], int](_REGISTRATIONS_MAX)
+
+    def number_of(self, ticket: Ticket) -> int:
+        """Return the number of the registration that `ticket` names; the first registration has number 1."""
+        incarnations = tuple(rank.incarnation for rank in ticket.ranks)
+        if incarnations not in self._numbers:
+            self._count += 1
+            self._numbers[incarnations] = self._count
+        return self._numbers[incarnations]
+
+
+def make_stock_params(ticket: Ticket, version: str, *, left: int = 0, generation: int = 0) -> dict[str, Any]:
     """Return `ticket` as the `kv_transfer_params` that a stock producer with vLLM `version` would make.
 
     The parameters also have the key "kvflow", which shows kvflow's own readers that this engine is no stock engine.
@@ -203,11 +228,15 @@ def make_stock_params(ticket: Ticket, version: str, *, left: int = 0) -> dict[st
     computes the last token itself. If these tokens need further blocks, each block table is filled up with copies of
     its last offered block id. "kvflow" holds the number of copies (`padding`).
 
+    `generation` is the number of the cache's registration (`Registrations`). A stock reader that knows a smaller number
+    connects again.
+
     RequestError if a stock reader cannot read what the ticket offers.
     """
     checks.instance(ticket, Ticket, "stock params: ticket")
     line = line_of(checks.text(version, "stock params: version"))
     left = checks.whole(left, "stock params: left", least=0)
+    generation = checks.whole(generation, "stock params: generation", least=0)
     if not fits_text(ticket.request_id):
         raise RequestError(
             f"ticket: a stock reader's notification cannot contain request id {ticket.request_id[:80]!a}"
@@ -244,7 +273,7 @@ def make_stock_params(ticket: Ticket, version: str, *, left: int = 0) -> dict[st
         "transfer_mode": "pull",
         "dcp_size": 1,
         "pp_size": 1,
-        "remote_registration_generation": 0,
+        "remote_registration_generation": generation,
     }
     own = {**params["kvflow"], **({"padding": padding} if padding else {})}
     return with_spare({**{name: values[name] for name in line.params}, "kvflow": own})

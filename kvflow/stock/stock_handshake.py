@@ -72,18 +72,22 @@ class StockHandshakes:
             raise peer.at.failure(ProtocolError, "a stock engine is asked for its metadata, and nothing else")
         return await self._own.ask(peer, request, timeout_s)
 
-    async def has_same_agent(self, peer: Peer, connection: StockConnection) -> bool:
-        """Return whether a stock rank still has the NIXL agent of `connection`. A restarted rank has another agent.
+    async def is_current(self, peer: Peer, connection: StockConnection, generation: int) -> bool:
+        """Return whether `connection` is to the present registration of a stock rank's cache.
 
-        Return True without a question if the rank was known to be alive within the last 2 s. PeerError if the rank does
-        not answer. Cancelling ends the wait for the answer.
+        A rank that has restarted has another NIXL agent. A rank that has registered its cache again (vLLM 0.33, after a
+        sleep) has the same agent with other metadata. Return True without a question if the rank was known to be alive
+        within the last 2 s, unless `generation`, the number in the parameters, is above the connection's. PeerError if
+        the rank does not answer. Cancelling ends the wait for the answer.
         """
         asked_s = self._clock.now_s()
-        if asked_s - connection.alive_s < _ASK_AGAIN_S:
+        if asked_s - connection.alive_s < _ASK_AGAIN_S and generation <= connection.generation:
             return True
-        if _agent(peer, await self._ask_metadata(peer)) != connection.agent:
+        answer = await self._ask_metadata(peer)
+        if _incarnation(_agent(peer, answer), answer) != connection.incarnation:
             return False
         connection.alive_s = max(connection.alive_s, asked_s)
+        connection.generation = max(connection.generation, generation)
         return True
 
     async def _connect(self, peer: Peer) -> Connection:
@@ -98,7 +102,8 @@ class StockHandshakes:
             pinned = ", ".join(one[:12] for one in self._hashes)
             why = f"compatibility hash: ours {pinned}, theirs {theirs} (another model, version or cache)"
             raise at.failure(PeerIncompatible, why)
-        metadata = metadata_of(at, answer.metadata, agent, self.ours, tp_size=int(at.address.rpartition("/")[2]))
+        incarnation, tp_size = _incarnation(agent, answer), int(at.address.rpartition("/")[2])
+        metadata = metadata_of(at, answer.metadata, incarnation, self.ours, tp_size=tp_size)
         check_tp_size(at, metadata.cache_shares[0], self.ours, self._tp_sizes)
         regions = check_metadata(at, metadata, self._local)
         connection = StockConnection(agent, metadata, regions, self._local, self.leases)
@@ -126,6 +131,11 @@ class StockHandshakes:
         pairs = topology.common_shares(self._local.cache_shares, metadata.cache_shares)
         sources = (topology.source_at(mine, theirs) for _, _, mine, theirs in pairs)
         return max((source.reporters for source in sources if source is not None), default=1)
+
+
+def _incarnation(agent: AgentName, answer: StockAnswer) -> str:
+    """Return a name for the registration of a stock rank's cache that `answer` describes."""
+    return f"{agent}/{answer.crc32:08x}"
 
 
 def _agent(peer: Peer, answer: StockAnswer) -> AgentName:

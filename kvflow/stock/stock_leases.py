@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 from time import CLOCK_BOOTTIME, clock_gettime
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.bounded_map import BoundedMap
@@ -25,7 +25,7 @@ _Key: TypeAlias = tuple[str, str, str]  # engine, address, request
 StockRequest: TypeAlias = tuple[float, dict[Rank, DeadlineProof]]
 """Arrival time of a request's parameters on this engine's clock, and the DeadlineProof of each producer rank."""
 _REQUESTS_MAX = 1 << 16
-_AGENTS_MAX = 1 << 14
+_RANKS_MAX = 1 << 14
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -59,6 +59,22 @@ class StockConnection(Connection):
     """Time, on the runtime's clock, at which the rank was last known to be alive."""
     stock_metadata: messages.Metadata
     """The rank's metadata, converted to kvflow's own message."""
+    generation: int = 0
+    """The highest number of registrations in parameters that arrived before the rank last confirmed its metadata."""
+    replaced: bool = False
+    """True once the rank was found to have restarted, or to have registered its cache again."""
+
+
+class _Registration(NamedTuple):
+    """The registration of a stock rank's cache that was seen last."""
+
+    agent: str
+    incarnation: str
+    generation: int
+    replaced_s: float = -math.inf
+    """Time, on the runtime's clock, at which this registration was first seen to replace another; -inf if none."""
+    generation_before: float = math.inf
+    """The highest number in parameters of the registration that this one has replaced; inf if they do not compare."""
 
 
 class StockLeases:
@@ -76,9 +92,8 @@ class StockLeases:
         self._requests = BoundedMap[_Key, StockRequest | None](_REQUESTS_MAX)
         """The latest requests, by engine id, engine address and request id. The value is None once the producer was
         notified that the request was read or is not needed."""
-        self._agents = BoundedMap[tuple[str, str, Rank], tuple[str, float]](_AGENTS_MAX)
-        """For each stock rank, by engine id, peer address and rank: the name of its current NIXL agent, and the time at
-        which a new agent was last seen to replace an old one; -inf if the agent was never replaced."""
+        self._registrations = BoundedMap[tuple[str, str, Rank], _Registration](_RANKS_MAX)
+        """The current registration of each stock rank, by engine id, peer address and rank."""
 
     def request_of(self, ticket: StockTicket) -> StockRequest:
         """Return the arrival time and the proofs of the request that `ticket` is for.
@@ -95,21 +110,33 @@ class StockLeases:
             raise _expired(ticket, "its producer was notified that it was read")
         return request
 
-    def proof_of(self, request: StockRequest, ticket: StockTicket, peer: Peer, agent: str) -> DeadlineProof:
-        """Return the proof for reads of a request from `peer`, a stock rank with the NIXL agent `agent`.
+    def proof_of(
+        self, request: StockRequest, ticket: StockTicket, peer: Peer, connection: StockConnection
+    ) -> DeadlineProof:
+        """Return the proof for reads of a request from `peer`, a stock rank, over `connection`.
 
-        LeaseExpired if the rank has restarted since the request's parameters were made. If the parameters arrived less
-        than `router_s` after the rank's new agent was first seen, they may be older than the restart, which also raises
-        LeaseExpired.
+        LeaseExpired if the rank has restarted, or registered its cache again, since the request's parameters were made.
+        If the parameters arrived less than `router_s` after that was noticed, they may be older, which also raises
+        LeaseExpired, unless their number of registrations shows that they are not.
         """
         arrived_s, proofs = request
-        if peer.rank in proofs and proofs[peer.rank].agent != agent:
-            raise _expired(ticket, f"{peer.label} has restarted since its parameters arrived")
-        if arrived_s < self._replaced_s(ticket, peer, agent) + self.terms.router_s:
-            raise _expired(ticket, f"{peer.label} has restarted: its parameters may be from before the restart")
+        now = self._registration(ticket, peer, connection)
+        changed = f"{peer.label} has restarted, or registered its cache again"
+        if peer.rank in proofs and proofs[peer.rank].incarnation != now.incarnation:
+            raise _expired(ticket, f"{changed}, since its parameters arrived")
+        newer = ticket.generation > now.generation_before and ticket.generation >= now.generation
+        if arrived_s < now.replaced_s + self.terms.router_s and not newer:
+            raise _expired(ticket, f"{changed}: its parameters may be from before that")
         if peer.rank not in proofs:
-            clock, name = self._clock.now_s, ticket.request_id
-            proofs[peer.rank] = DeadlineProof(arrived_s, self.terms, clock, self._unsent, request_id=name, agent=agent)
+            proofs[peer.rank] = DeadlineProof(
+                arrived_s,
+                self.terms,
+                self._clock.now_s,
+                self._unsent,
+                lambda: connection.replaced,
+                request_id=ticket.request_id,
+                incarnation=connection.incarnation,
+            )
         return proofs[peer.rank]
 
     def notify_needed(self, sources: Sequence[Source]) -> int:
@@ -134,17 +161,18 @@ class StockLeases:
         self._requests[source.peer.engine_id, source.lease.address, request_id] = None
         self._transport.notify(connection.agent, read_text(request_id, connection.reporters))
 
-    def _replaced_s(self, ticket: StockTicket, peer: Peer, agent: str) -> float:
-        """Return the time, on the runtime's clock, at which `agent` was first seen in place of another agent of `peer`.
-
-        Return -inf if `agent` is the first NIXL agent seen of that rank. Record `agent` as the rank's agent.
-        """
+    def _registration(self, ticket: StockTicket, peer: Peer, connection: StockConnection) -> _Registration:
+        """Record the registration of `connection` as the present one of `peer`, and return it."""
         key = (ticket.engine_id, peer.address, peer.rank)
-        known, met_s = self._agents.get(key, (agent, -math.inf))
-        if known != agent:
-            met_s = self._clock.now_s()
-        self._agents[key] = agent, met_s
-        return met_s
+        now = _Registration(connection.agent, connection.incarnation, connection.generation)
+        known = self._registrations.get(key, now)
+        if known.incarnation == now.incarnation:
+            now = known._replace(generation=now.generation)
+        else:
+            before = known.generation if known.agent == now.agent else math.inf  # a restarted engine counts anew
+            now = now._replace(replaced_s=self._clock.now_s(), generation_before=before)
+        self._registrations[key] = now
+        return now
 
     def _unsent(self) -> int:
         return self._transport.statistics.notifications_failed

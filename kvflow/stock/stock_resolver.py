@@ -68,7 +68,7 @@ class StockResolver:
         sources: list[Source] = []
         ranks = [Rank(0, 0, 0)]
         for rank in ranks:
-            peer, connection = await self._connect(peer_address(ticket, rank))
+            peer, connection = await self._connect(peer_address(ticket, rank), ticket.generation)
             if not rank.tp and ticket.tp_size > 1:
                 more = self._own.ranks_of(connection.parallelism, 0, f"stock request {ticket.request_id!r}")
                 ranks += (one for one in more if one.tp)
@@ -80,26 +80,39 @@ class StockResolver:
     def _source(self, ticket: StockTicket, request: StockRequest, peer: Peer, connection: StockConnection) -> Source:
         """Return the Source for the stock rank `peer`: the connection, the blocks to read, and the proof.
 
-        RequestError if the ticket's blocks do not fit the rank's groups. LeaseExpired if the rank has restarted.
+        RequestError if the ticket's blocks do not fit the rank's groups. LeaseExpired if the rank has restarted, or
+        registered its cache again.
         """
-        proof = self._leases.proof_of(request, ticket, peer, connection.agent)
+        proof = self._leases.proof_of(request, ticket, peer, connection)
         tables, rank = needed_blocks(ticket, connection.groups), peer.rank
         lease = msgspec.structs.replace(
             ticket.first, pp_rank=rank.pp, tp_rank=rank.tp, block_ids=tables[0], more_block_ids=tables[1:]
         )
         return Source(peer, connection, lease, 0, proof)
 
-    async def _connect(self, at: Address) -> tuple[Peer, StockConnection]:
-        """Return the stock rank at `at` as a peer, and a connection to it.
+    async def _connect(self, at: Address, generation: int) -> tuple[Peer, StockConnection]:
+        """Return the stock rank at `at` as a peer, and a connection to the present registration of its cache.
 
-        If the rank was not known to be alive within the last 2 s, ask whether it has restarted. If so, drop the old
-        connection and connect again, since another process may have taken the port.
+        `generation` is the number of that registration in the parameters. If `StockHandshakes.is_current` finds that
+        the rank has restarted or registered its cache again, drop the old connection and connect again. The new one
+        replaces the agent once no load uses the old one.
+        """
+        peer, connection, asked = await self._connect_peer(at, generation)
+        if not asked and not await self._handshakes.is_current(peer, connection, generation):
+            connection.replaced = True
+            self._peers.note_read_failure(connection, "it has restarted, or registered its cache again")
+            peer, connection, _ = await self._connect_peer(at, generation)
+        return peer, connection
+
+    async def _connect_peer(self, at: Address, generation: int) -> tuple[Peer, StockConnection, bool]:
+        """Return the stock rank at `at` as a peer, its connection, and whether this call has begun the handshake.
+
+        If so, the rank was asked after its parameters had the number `generation`, so the connection has that number.
         """
         peer = self._peers.get(at)
+        asked = peer.connection is None and peer.handshake is None
         connection = await self._peers.connect(peer, None)
         assert isinstance(connection, StockConnection), "by its address"
-        if not await self._handshakes.has_same_agent(peer, connection):
-            self._peers.note_read_failure(connection, "it has restarted")
-            connection = await self._peers.connect(self._peers.get(at), None)
-            assert isinstance(connection, StockConnection), "by its address"
-        return peer, connection
+        if asked:
+            connection.generation = max(connection.generation, generation)
+        return peer, connection, asked

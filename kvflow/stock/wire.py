@@ -7,6 +7,7 @@ are decoded strictly and with limits.
 from __future__ import annotations
 
 import math
+import zlib
 from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
@@ -83,6 +84,9 @@ class StockAnswer(NamedTuple):
     metadata: StockMetadata
     fields: frozenset[str]
     """Names of all fields in the encoded metadata, even those that kvflow does not know."""
+    crc32: int
+    """CRC-32 of the encoded metadata. It changes if the rank registers its cache again, and readers must then connect
+    again."""
 
 
 class _Payload(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,7 +151,9 @@ def decode_answer(frames: list[bytes], bytes_max: int = METADATA_BYTES_MAX) -> S
     fields = _decode(payload.agent_metadata_bytes, _FIELDS, "its metadata")
     metadata = _decode(payload.agent_metadata_bytes, METADATA, "its metadata")
     _check(metadata)
-    return StockAnswer(payload.compatibility_hash, metadata, frozenset(fields))
+    return StockAnswer(
+        payload.compatibility_hash, metadata, frozenset(fields), zlib.crc32(payload.agent_metadata_bytes)
+    )
 
 
 def agent_name_of(agent_metadata: bytes) -> str:

@@ -16,7 +16,7 @@ from kvflow.connector.scheduler import SchedulingConfig
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, RequestError
 from kvflow.stock import EngineRanks, StockPeers, Terms, arrival
-from kvflow.stock.params import freed_block, is_stock_params, make_stock_params, read_stock_params
+from kvflow.stock.params import Registrations, freed_block, is_stock_params, make_stock_params, read_stock_params
 from kvflow.vllm.extra_config import Extra
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def dialect_of(extra: Extra, config: Config, scheduling: SchedulingConfig) -> Di
         )
     version, lease_s = _reader_version(extra), extra.stock.lease_s
     ids_max, groups = config.limits.block_ids_max, scheduling.all_groups
-    left = int(scheduling.leaves_last_token)
+    left, registrations = int(scheduling.leaves_last_token), Registrations()
 
     def read_ticket(params: Mapping[str, Any]) -> Ticket:
         if not is_stock_params(params):
@@ -76,7 +76,7 @@ def dialect_of(extra: Extra, config: Config, scheduling: SchedulingConfig) -> Di
         return ticket
 
     def params_of(ticket: Ticket) -> dict[str, Any]:
-        return make_stock_params(ticket, version, left=left)
+        return make_stock_params(ticket, version, left=left, generation=registrations.number_of(ticket))
 
     return Dialect(read_ticket, params_of, lambda request_id: _UNSAFE_CHARS.sub("_", request_id))
 

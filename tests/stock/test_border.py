@@ -42,7 +42,7 @@ PEERS: dict[str, Any] = {
     "region_names": ("l",),
     "ranks": None,
 }
-ANY = {"remote_blocks_expiry_time", "remote_registration_generation", "do_remote_decode"}
+ANY = {"remote_blocks_expiry_time", "do_remote_decode"}
 """What is not looked at, so that it may be anything."""
 
 

@@ -20,7 +20,8 @@ class Watch:
     def __init__(self) -> None:
         self.now_s = 100.0
         self.unsent = 0
-        self.proof = DeadlineProof(100.0, TERMS, lambda: self.now_s, lambda: self.unsent)
+        self.replaced = False
+        self.proof = DeadlineProof(100.0, TERMS, lambda: self.now_s, lambda: self.unsent, lambda: self.replaced)
 
     def beat(self, *times_s: float) -> None:
         for self.now_s in times_s:
@@ -62,6 +63,14 @@ def test_one_message_that_was_not_sent_ends_it_for_good() -> None:
     watch.unsent = 1
     watch.beat(115.0)
     assert watch.until_s(118.0) == 125.0
+
+
+def test_a_cache_that_is_registered_again_ends_it_at_once() -> None:
+    watch = Watch()
+    watch.beat(110.0)
+    assert watch.proof.judge_before_post() is ProofStep.POST
+    watch.replaced = True
+    assert (watch.proof.judge_before_post(), watch.proof.judge_after_read(1.0)) == (ProofStep.STALE, ProofStep.STALE)
 
 
 @pytest.mark.parametrize(

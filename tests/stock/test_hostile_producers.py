@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -14,7 +15,7 @@ from stock_engines import LAYERS, TOKENS, stock_producer
 from kvflow.errors import KVFlowError
 from kvflow.stock.wire import agent_name_of
 from tests.fuzz.mutants import packed_bent, torn
-from tests.stock.test_reading import CONFIG, Reader, reader
+from tests.stock.test_reading import CONFIG, PEERS, Reader, reader
 
 EAGER = replace(CONFIG.limits, peer_backoff_first_s=1e-6, peer_backoff_max_s=1e-6)
 """It asks those that lie again and again."""
@@ -93,7 +94,11 @@ async def test_a_rank_that_shows_another_rank_is_not_read_as_itself() -> None:
 async def test_answers_gone_wrong_end_in_typed_errors() -> None:
     """Mutants of what an honest one would say, but for the inside of NIXL's own blob, which NIXL alone can read."""
     rng, errors = Random(17), 0
-    async with stock_producer() as producer, reader(limits=EAGER) as ours, stock_producer(engine_id="good") as honest:
+    at_once = replace(PEERS, terms=replace(PEERS.terms, router_s=1e-6))
+    async with AsyncExitStack() as stack:
+        producer = await stack.enter_async_context(stock_producer())
+        ours = await stack.enter_async_context(reader(at_once, limits=EAGER))
+        honest = await stack.enter_async_context(stock_producer(engine_id="good"))
         for turn in range(200):
             producer.twist = lambda frames: twisted(rng, frames)
             try:

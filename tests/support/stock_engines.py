@@ -59,6 +59,9 @@ class Agent:
         config.pthrDelay = 100_000  # the thread sleeps until something arrives; with 0 it would keep a core busy
         self.native = nixl.nixlAgent(self.name, config)
         self.backends = [self.native.createBackend("UCX", {})]
+        self.register(cache)
+
+    def register(self, cache: dict[str, torch.Tensor]) -> None:
         self._cache = cache
         rows = [(one.data_ptr(), one.nbytes, 0, "") for one in cache.values()]
         self._registered = nixl.nixlRegDList(nixl.DRAM_SEG, rows)
@@ -82,9 +85,11 @@ class StockProducer:
         num_blocks: int = 16,
         split: int = 1,
         tokens: int = TOKENS,
+        generation: int | None = None,
     ) -> None:
-        """Make the ranks and their caches."""
+        """Make the ranks and their caches. With a `generation`, count registrations as vLLM 0.33 does."""
         heads = max(MODEL_HEADS // tp_size, 1)
+        self.generation = generation
         self.engine_id, self.tp_size, self.split = engine_id, tp_size, split
         self.compatibility_hash = HASH
         self.caches = [stock_cache(num_blocks, heads, tokens) for _ in range(tp_size)]
@@ -105,6 +110,8 @@ class StockProducer:
         self.twist: Callable[[list[bytes]], list[bytes]] | None = None
         """Changes the frames of an answer before it is sent."""
         self.port = 0
+        self.given_up: list[dict[str, torch.Tensor]] = []
+        """Memory of earlier registrations, which stays mapped for readers that still know it."""
 
     @property
     def address(self) -> str:
@@ -132,6 +139,7 @@ class StockProducer:
             "remote_num_tokens": num_tokens,
             "remote_blocks_expiry_time": None,
             "transfer_mode": "pull",
+            **({} if self.generation is None else {"remote_registration_generation": self.generation}),
         }
 
     def metadata(self, rank: int) -> bytes:
@@ -216,6 +224,24 @@ class StockProducer:
             agent.close()
         self.agents = [Agent(cache) for cache in self.caches]
         self.held = [Counter() for _ in self.caches]
+
+    def register_again(self, *ranks: int) -> None:
+        """Register other memory for the caches of `ranks`, as after a sleep: with the same agents, without held blocks.
+
+        The old memory is overwritten before it is given up, as by other owners.
+        """
+        for rank in ranks:
+            old, agent = self.caches[rank], self.agents[rank]
+            agent.close()
+            self.caches[rank] = stock_cache(*next(iter(old.values())).shape[:3])
+            fill(self.caches[rank], rank * MODEL_HEADS // self.tp_size)
+            agent.register(self.caches[rank])
+            for tensor in old.values():
+                tensor.fill_(-1.0)
+            self.given_up.append(old)
+            self.held[rank] = Counter()
+            if self.generation is not None:
+                self.generation += 1
 
     async def until(self, done: Callable[[], bool]) -> None:
         """Run steps until `done()` is true."""
