@@ -86,13 +86,9 @@ class ProducingRequests:
         request = self._requests.get(request_id)
         return None if request is None else request.state
 
-    def introduce(self, ticket: Ticket | None) -> None:
-        """Set the ticket that names the ranks of this engine, so that prompts can be offered.
-
-        If `ticket` is None, offer nothing, and have each step ask the workers for new tickets
-        (`ConnectorWorker.introduction`).
-        """
-        self._introduction, self._next_step.introduce = ticket, ticket is None
+    def introduce(self, ticket: Ticket) -> None:
+        """Set the ticket that names the ranks of this engine, so that prompts can be offered."""
+        self._introduction = ticket
 
     def add(self, request: EngineRequest, params: Mapping[str, Any]) -> None:
         """Add a request that offers its prompt. `params` may have the pending ticket of readers that already wait.
@@ -147,7 +143,7 @@ class ProducingRequests:
                 request.num_computed_tokens = computed
                 self._open_or_extend(request, block_ids, late=late)
         self._recall_prompts_with_lost_blocks(block_ids)
-        step, self._next_step = self._next_step, Step(introduce=self._next_step.introduce)
+        step, self._next_step = self._next_step, Step()
         return step
 
     def note_sent(self, request_ids: Iterable[str]) -> None:

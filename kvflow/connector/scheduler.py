@@ -104,8 +104,9 @@ class ConnectorScheduler:
     def introduce(self, ticket: Ticket) -> None:
         """Set the ticket that names the engine's ranks, so that prompts can be offered.
 
-        If the ranks have registered smaller blocks than the engine's, block tables in a `Step` have ids of the ranks'
-        blocks: several consecutive ids for each block of the engine.
+        Call this again once the ranks have registered their caches again, for example after a sleep: earlier tickets
+        name registrations that have ended. If the ranks have registered smaller blocks than the engine's, block tables
+        in a `Step` have ids of the ranks' blocks: several consecutive ids for each block of the engine.
 
         Args:
             ticket: the ranks' tickets (`ConnectorWorker.introduction`), merged by `merge_tickets`.
@@ -116,14 +117,6 @@ class ConnectorScheduler:
         """
         self._groups.set_block_sizes([group.block_size for group in ticket.groups] or [ticket.block_size])
         self._producers.introduce(ticket)
-
-    def forget_ranks(self) -> None:
-        """Offer no prompt until `introduce` is called again. The next steps ask the workers for new introductions.
-
-        Call this before the ranks register their caches again, for example after a sleep: existing tickets name the
-        earlier registrations.
-        """
-        self._producers.introduce(None)
 
     def add(self, request: EngineRequest, *, sharing: Sharing = Sharing.ALONE) -> None:
         """Add a request that has arrived. A request that neither loads nor offers a prompt changes nothing.

@@ -205,6 +205,3 @@ class Step(msgspec.Struct, kw_only=True):
     release: list[Release] = []
     cached_blocks: list[CachedBlocks] = []
     questions: list[Question] = []
-    introduce: bool = False
-    """True if each worker has to send a new ticket that names its rank (`ConnectorWorker.introduction`), since caches
-    may have been registered again."""

@@ -55,12 +55,12 @@ from kvflow.parts import importing_part
 from kvflow.runtime.part import Part
 from kvflow.transport.device.cache_device import record_event
 from kvflow.vllm.engine_requests import engine_request_of, picture_ids_from_content, sharing_of, spreads_samples
-from kvflow.vllm.extra_config import config_of, extra_of, scheduling_of, warn_of_side_channel
+from kvflow.vllm.extra_config import config_of, extra_of, scheduling_of, unmapping_option, warn_of_side_channel
 from kvflow.vllm.kv_cache_layout import cache_groups, groups_of
 from kvflow.vllm.vllm_metrics import KVFlowPromMetrics, KVFlowStats
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -76,8 +76,8 @@ if TYPE_CHECKING:
 
 logger = logger_of("vllm.kvflow")
 
-# vLLM 0.33 and later call workers before the addresses of the cache are mapped to other memory, and afterwards.
-_NOTIFIES_OF_SLEEP = hasattr(KVConnectorBase_V1, "release_kv_caches")
+# vLLM 0.33 and later call workers before they unmap the cache's memory, and after they have mapped it again.
+_NOTIFIES_OF_SLEEP = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 _PREFIX_SETTINGS = "share_prefixes, prefix_peers or prefix_events"
 # vLLM steps again and again while a request waits for its load, and looks for new requests only between two steps.
 _IDLE_STEP_S = 0.002
@@ -99,7 +99,10 @@ class KVFlowMetadata(KVConnectorMetadata):
 
 @dataclass(frozen=True)
 class KVFlowIntroduction(KVConnectorHandshakeMetadata):
-    """Message from a worker to the scheduler's connector object: how readers reach the worker."""
+    """Message from a worker to the scheduler's connector object: how readers reach the worker.
+
+    vLLM collects the messages of all workers at its start, and again when it wakes from a sleep.
+    """
 
     ticket: Ticket
     """Ticket without blocks that names the worker's rank and address (`ConnectorWorker.introduction`)."""
@@ -111,8 +114,6 @@ class KVFlowIntroduction(KVConnectorHandshakeMetadata):
 class KVFlowWorkerReport(KVConnectorWorkerMetadata):
     """Report of one worker, or of all workers, to the scheduler's connector object; sent with a step's results."""
 
-    introductions: tuple[KVFlowIntroduction, ...] = ()
-    """New introductions of workers that have registered their caches again, for example after a sleep."""
     found: Mapping[str, tuple[Ticket, ...]] = field(default_factory=dict)
     """By request id, for requests that wait for peers' answers: the tickets with which to load a prefix of the prompt.
     """
@@ -122,11 +123,7 @@ class KVFlowWorkerReport(KVConnectorWorkerMetadata):
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVFlowWorkerReport:
         others = cast(KVFlowWorkerReport, other)
-        return KVFlowWorkerReport(
-            self.introductions + others.introductions,
-            {**self.found, **others.found},
-            self.refused + others.refused,
-        )
+        return KVFlowWorkerReport({**self.found, **others.found}, self.refused + others.refused)
 
 
 class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
@@ -154,6 +151,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     """In a worker: True if this engine asks peers for prefixes and loads them."""
     _worker_report = KVFlowWorkerReport()
     """In a worker: the report that goes out with the results of the next step."""
+    _registered = False
+    """In a worker: True while the cache is registered: from its first registration, but for vLLM's sleep."""
     _device: Device | None = None
     """In a worker: device of the cache, on which events are recorded; None on the CPU."""
     _ranks: EngineRanks | None = None
@@ -231,12 +230,13 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return None if vllm_config.model_config is None or vllm_config.model_config.use_mla else "LBHNC"
 
     @classmethod
-    def supports_sleep_mode(cls, vllm_config: VllmConfig) -> bool:
-        """Return True: kvflow can unregister the cache before vLLM sleeps, and register it again afterwards.
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Return whether vLLM may sleep: kvflow unregisters the cache before, and registers it again afterwards.
 
-        For that, vLLM calls `release_kv_caches` and `restore_kv_caches` if its version has them.
+        vLLM 0.33 and later ask this, and call `unregister_kv_caches` and `restore_kv_caches`. True for NIXL's backend
+        UCX alone, with which vLLM's own NixlConnector sleeps, too.
         """
-        return True
+        return bool(kv_transfer_config.get_from_extra_config("nixl_backend", "UCX") == "UCX")
 
     # --- the scheduler's role
 
@@ -352,9 +352,6 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         if self._recomputes_failed_loads:
             for _ in connector_output.failed_recving or ():
                 self._scheduler.note_computed_here("its load failed")
-        workers = report.introductions
-        if workers and len(workers) == workers[0].ticket.tp_size * workers[0].ticket.pp_size:
-            self._introduce(workers)
 
     def _introduce(self, workers: Sequence[KVFlowIntroduction]) -> None:
         """Begin to offer prompts from the ranks of `workers`, which are all workers of this engine.
@@ -393,12 +390,9 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool:
         """End all leases, because the blocks' contents are no longer valid, for example after new weights. Return True.
 
-        vLLM also calls this before its workers sleep, and gives the scheduler no other notice of the sleep. So if sleep
-        mode is enabled, forget the ranks of the workers, which will register their caches again.
+        vLLM also calls this before its workers sleep.
         """
         self._scheduler.withdraw_all()
-        if self._vllm_config.model_config.enable_sleep_mode and _NOTIFIES_OF_SLEEP:
-            self._scheduler.forget_ranks()
         return True
 
     # --- the workers' role
@@ -409,9 +403,13 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         model, given = self._vllm_config.model_config, self._vllm_config.kv_transfer_config.kv_buffer_device
         if given not in (device, "cpu"):
             raise ConfigError(f"KVFlowConnector: kv_buffer_device is {given!r}, the cache is on {device!r}")
-        if model.enable_sleep_mode and device != "cpu" and not _NOTIFIES_OF_SLEEP:
+        unmapping = unmapping_option(model)
+        if unmapping is not None and device != "cpu" and not _NOTIFIES_OF_SLEEP:
             # After a sleep the same addresses are mapped to other memory; the old memory would still be registered.
-            raise ConfigError(f"KVFlowConnector: sleep mode with a cache on {device!r} would offer memory that is gone")
+            raise ConfigError(
+                f"KVFlowConnector: {unmapping} is on, and the cache is on {device!r}: vLLM before 0.33 does not notify "
+                "connectors when it unmaps a cache, so peers would read other memory. Leave it off, or use vLLM 0.33"
+            )
         groups = cache_groups(kv_caches, self._groups, self._vllm_config, kv_format=self._kv_format)
         self._split = groups[0].split
         if self._whole_blocks_only and any(group.split > 1 for group in groups):
@@ -430,21 +428,25 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             facts = [(group.facts, of.split) for group, of in zip(self._groups, self._cache_groups, strict=True)]
             size = facts[0][0].block_size
             self._worker.share([as_registered(one, size // split) for one, split in facts], size)
+        self._registered = True
 
-    def release_kv_caches(self) -> None:
-        """Unregister the cache, before vLLM unmaps its memory: afterwards kvflow reads and writes nothing there."""
+    def unregister_kv_caches(self) -> None:
+        """Unregister the cache, before vLLM unmaps its memory: afterwards kvflow reads and writes nothing there.
+
+        Steps without requests may follow before `restore_kv_caches`. A second call does nothing.
+        """
+        self._registered = False
         self._runtime.unregister()
 
     def restore_kv_caches(self) -> None:
-        """Register the cache again after a sleep, once vLLM has mapped its memory.
+        """Register the cache again, once vLLM has mapped its memory. A second call does nothing.
 
-        With its next step, the scheduler asks this worker for a new ticket that names its rank.
+        Before its next step, vLLM passes the workers' new introductions to the scheduler's connector object.
         """
-        self._register()
+        if not self._registered:
+            self._register()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        if self.has_connector_metadata() and self._step.introduce:
-            self._worker_report = self._worker_report.aggregate(KVFlowWorkerReport((self.get_handshake_metadata(),)))
         report, self._worker_report = self._worker_report, KVFlowWorkerReport()
         return report if report != KVFlowWorkerReport() else None
 

@@ -7,7 +7,7 @@ These keys are the fields of `Extra`, and those of `kvflow.Config` except the fi
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,10 +19,11 @@ from kvflow.connector.plugin_settings import PluginSettings, RefusedOption, refu
 from kvflow.connector.scheduler import SchedulingConfig
 from kvflow.core.cache.groups import GroupKind
 from kvflow.logs import logger_of
+from kvflow.transport.nixl.defaults import UNMAPPED_MEMORY, add_settings
 from kvflow.vllm.kv_cache_layout import Group
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 logger = logger_of("vllm.kvflow")
 
@@ -117,6 +118,9 @@ REFUSED_OPTIONS = (
 )
 """Options that change what a block id means, or need more than blocks. tests/vllm/options.py says it of all options."""
 
+_UNMAPPING = {"--enable-sleep-mode": "enable_sleep_mode", "--enable-cumem-allocator": "enable_cumem_allocator"}
+"""Options with which vLLM, on a GPU, puts the cache into memory that `/sleep` and `/release_kv_cache_memory` unmap."""
+
 _NIXL_VARIABLES = ("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")
 _SETTINGS = PluginSettings(
     where="kv_connector_extra_config",
@@ -154,7 +158,26 @@ def config_of(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Config:
         "num_kv_heads": _model_kv_heads(vllm_config),
         "role": "both" if extra.share_prefixes else str(transfer.kv_role).removeprefix("kv_"),
     }
-    return _SETTINGS.config(transfer.kv_connector_extra_config, values)
+    given = transfer.kv_connector_extra_config
+    return _SETTINGS.config(given if unmapping_option(model) is None else _for_unmapped_memory(given), values)
+
+
+def unmapping_option(model: ModelConfig) -> str | None:
+    """Return vLLM's option that lets vLLM unmap the cache's memory while the server runs; None if no such option is on.
+
+    `model` is vLLM's configuration of the model, which has these options.
+    """
+    return next((option for option, field in _UNMAPPING.items() if getattr(model, field, False)), None)
+
+
+def _for_unmapped_memory(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return `given`, the user's settings, with UCX's settings for unmapped memory, but for those that the user set."""
+    params = given.get("nixl_backend_params", {})
+    if "UCX" not in str(given.get("nixl_backend", "UCX")).split(",") or not isinstance(params, Mapping):
+        return given
+    chosen = params.get("UCX.engine_config", params.get("engine_config", ""))
+    config = add_settings("UCX", str(chosen), UNMAPPED_MEMORY)
+    return {**given, "nixl_backend_params": {**params, "UCX.engine_config": config}}
 
 
 def warn_of_side_channel(vllm_config: VllmConfig) -> None:

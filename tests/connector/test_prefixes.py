@@ -20,7 +20,7 @@ from kvflow.connector.step import CachedBlocks, Question, Step
 from kvflow.connector.worker import FailedLoad
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import RequestError, UsageError
+from kvflow.errors import CacheUnregistered, RequestError, UsageError
 from kvflow.prefix.keys import prefix_keys
 from kvflow.prefix.kv_events import BlockStored
 from kvflow.prefix.prefix_requests import PrefixOffer, PrefixRequest
@@ -33,7 +33,7 @@ from kvflow.transport.base import TransportError
 from kvflow.transport.inproc import InprocNetwork
 from tests.connector.test_scheduler import BLOCK_SIZE, PREFILL, Request, scheduler, step_of, ticket_of
 from tests.connector.test_worker import Engine, Pair, load_ended, make, settled_afterwards, steps, until_blocking
-from tests.support.tests_support import any_ticket, each
+from tests.support.tests_support import any_ticket, each, small_cache
 
 PROMPT = list(range(50, 62))
 KEYS = prefix_keys(PROMPT, BLOCK_SIZE)
@@ -591,3 +591,39 @@ def test_what_cannot_be_a_source(given: object) -> None:
 def test_what_is_said_of_them(made: PrefixQuestions) -> None:
     assert repr(made) == "<PrefixQuestions 0 requests>"
     assert repr(CachedPrompts(BLOCK_SIZE, lambda _: None)) == "<CachedPrompts 0 blocks of 0 requests and former ones>"
+
+
+def test_an_engine_may_step_while_its_cache_is_unregistered(pair: Pair) -> None:
+    """As vLLM does in its sleep: whatever the step has to do fails by itself, and all goes on after the sleep."""
+    holder, engine = pair.prefill, pair.decode
+    share(engine, (1, 2))
+    engine.prefill("sent", (3, 4))
+    engine.flow("flows")
+    engine.step(("flows", 4), blocks=(7,))
+    engine.scheduler.add(Request("kept", 7, holder.prefill("kept")))
+    engine.step()
+    engine.scheduler.withdraw_all()
+    engine.runtime.unregister()
+
+    engine.receive(holder.prefill("asleep", (3, 4)), (5, 6), request_id="asleep")
+    engine.scheduler.add(Request("new", 7, holder.prefill("new", (5, 6))))
+    engine.scheduler.add(Request("given-back", 7, holder.prefill("given-back", (5, 6))))
+    engine.scheduler.request_finished("given-back", completed=False)
+    begin(engine, Step(reused=(1, 2), questions=[question(holder)]))
+    engine.compute("prompt", preempted=["flows"])
+    begin(engine, Step(cached_blocks=[CachedBlocks(parent=b"", keys=tuple(KEYS[:1]), block_tables=((0,),))]))
+    engine.until_failed(CacheUnregistered)
+    for request_id in ("kept", "new", "prompt", "flows"):
+        assert engine.scheduler.request_finished(request_id, completed=True).params is None
+    next(None for _ in steps() if engine.step() and engine.answers)
+    assert Answer(*engine.answers.pop()) == (PrefixOutcome.NOTHING, ())
+
+    engine.runtime.register_kv_caches(*small_cache(fill=-1.0))
+    engine.scheduler.introduce(engine.worker.introduction())
+    share(engine, (1, 2))
+    holder.receive(engine.prefill("after", (3, 4)), (0, 7), request_id="after")
+    assert holder.until_loaded("after").tokens == 7
+    found = ask(holder, question(engine))
+    assert found.outcome is PrefixOutcome.FOUND
+    holder.scheduler.give_back("d", found.tickets)
+    holder.scheduler.withdraw_all()  # what was asked for during the sleep

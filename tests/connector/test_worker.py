@@ -197,7 +197,7 @@ def make(
 
     def transport(_: Config, name: str) -> InprocTransport:
         made.append(InprocTransport(name, network))
-        return made[0]
+        return made[-1]
 
     peers = PrefixPeers(prefixes=Prefixes())
     world = World(transport=transport, clock=clock)

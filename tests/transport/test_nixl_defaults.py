@@ -15,29 +15,39 @@ from kvflow.core.cache.regions import Device, Span
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.transport.base import Event, MemoryUse, ReadEnded, TransportError
 from kvflow.transport.device import cuda
-from kvflow.transport.nixl.defaults import POLLING, backend_params
+from kvflow.transport.nixl.defaults import POLLING, UNMAPPED_MEMORY, add_settings, backend_params
 from kvflow.transport.nixl.loop import NixlTransport
 
 GET_ZCOPY = "CUDA_IPC_ENABLE_GET_ZCOPY=on"
 FRAMES = "TCP_TX_SEG_SIZE=64k"
-OURS = f"{GET_ZCOPY},{FRAMES}"
+CACHED = "RCACHE_MAX_UNRELEASED=1024"
+LANES = "TLS=^rc_gda"
+OURS = f"{GET_ZCOPY},{FRAMES},{CACHED},{LANES}"
 CPU = Device("cpu", 0)
 
 
 def test_ucx_is_told_what_is_faster_unless_somebody_chose(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+    settings = ("CUDA_IPC_ENABLE_GET_ZCOPY", "TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE", "RCACHE_MAX_UNRELEASED", "TLS")
+    for name in (*settings, "RCACHE_ENABLE"):
+        monkeypatch.delenv(f"UCX_{name}", raising=False)
     given = {"num_workers": "2"}
     assert backend_params("UCX", given) == {"num_workers": "2", "engine_config": OURS}
     assert given == {"num_workers": "2"}
     chosen = "CUDA_IPC_ENABLE_GET_ZCOPY=off"
-    assert backend_params("UCX", {"engine_config": chosen}) == {"engine_config": f"{chosen},{FRAMES}"}
+    assert backend_params("UCX", {"engine_config": chosen}) == {"engine_config": f"{chosen},{FRAMES},{CACHED},{LANES}"}
+    assert backend_params("UCX", {"engine_config": "MTLS=1"}) == {"engine_config": f"MTLS=1,{OURS}"}
     assert backend_params("UCX", {"engine_config": "A=1"}) == {"engine_config": f"A=1,{OURS}"}
     assert backend_params("POSIX", given) == given
     monkeypatch.setenv("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "try")
-    assert backend_params("UCX", {}) == {"engine_config": FRAMES}
+    assert backend_params("UCX", {}) == {"engine_config": f"{FRAMES},{CACHED},{LANES}"}
     monkeypatch.setenv("UCX_TCP_RX_SEG_SIZE", "16k")  # UCX does not start if it is to send more than it receives
+    assert backend_params("UCX", given) == {"num_workers": "2", "engine_config": f"{CACHED},{LANES}"}
+    monkeypatch.setenv("UCX_RCACHE_MAX_UNRELEASED", "inf")
+    monkeypatch.setenv("UCX_TLS", "tcp")
     assert backend_params("UCX", given) == given
+    assert add_settings("UCX", "", UNMAPPED_MEMORY) == "RCACHE_ENABLE=n"
+    monkeypatch.delenv("UCX_TLS")
+    assert add_settings("UCX", "RCACHE_ENABLE=y", UNMAPPED_MEMORY) == "RCACHE_ENABLE=y,TLS=^cuda_ipc"
 
 
 def test_how_long_reads_are_polled_for() -> None:

@@ -31,6 +31,7 @@ from vllm.v1.kv_cache_interface import (
 import kvflow.vllm.connector as connector_module
 from kvflow import CacheGroup, CacheLayout, Config, LeaseOutcome, Limits, ServeRequest
 from kvflow.blocking import Runtime
+from kvflow.connector.prefix_peers import PrefixPeers
 from kvflow.connector.scheduler import ConnectorScheduler
 from kvflow.connector.step import Save, Step
 from kvflow.connector.worker import ConnectorWorker, FailedLoad, Results
@@ -38,9 +39,10 @@ from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.cache.regions import Device
 from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER
 from kvflow.errors import ConfigError, LayoutError, LeaseExpired
+from kvflow.prefix import Prefixes
 from kvflow.vllm import extra_config, kv_cache_layout, stock_settings
 from kvflow.vllm.cache_dtypes import CACHE_DTYPES
-from kvflow.vllm.connector import KVFlowConnector, KVFlowIntroduction, KVFlowMetadata, KVFlowWorkerReport
+from kvflow.vllm.connector import KVFlowConnector, KVFlowIntroduction, KVFlowMetadata
 from kvflow.vllm.extra_config import config_of, extra_of, scheduling_of, warn_of_side_channel
 from kvflow.vllm.kv_cache_layout import Group, groups_of
 from kvflow.vllm.prefix import RequestPrefixes
@@ -330,17 +332,22 @@ def test_the_last_token_is_left_only_by_who_offers(role: str, params: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("buffers", "sleeps", "problem"),
+    ("buffers", "option", "problem"),
     [
-        ("xpu", False, "kv_buffer_device is 'xpu', the cache is on 'cuda'"),
-        ("cuda", True, "sleep mode with a cache on 'cuda'"),
+        ("xpu", "", "kv_buffer_device is 'xpu', the cache is on 'cuda'"),
+        ("cuda", "enable_sleep_mode", "--enable-sleep-mode is on, and the cache is on 'cuda'"),
+        ("cuda", "enable_cumem_allocator", "--enable-cumem-allocator is on, and the cache is on 'cuda'"),
     ],
 )
-def test_what_would_go_wrong_on_a_gpu_is_refused(buffers: str, sleeps: bool, problem: str) -> None:
+def test_what_would_go_wrong_on_a_gpu_is_refused(
+    buffers: str, option: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that vLLM unmaps: by versions that do not notify their connectors."""
+    monkeypatch.setattr(connector_module, "_NOTIFIES_OF_SLEEP", False)
     connector = KVFlowConnector.__new__(KVFlowConnector)
     connector._vllm_config = SimpleNamespace(  # type: ignore[assignment]
         kv_transfer_config=SimpleNamespace(kv_buffer_device=buffers),
-        model_config=SimpleNamespace(enable_sleep_mode=sleeps),
+        model_config=SimpleNamespace(**{option: True} if option else {}),
     )
     cache: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"))
     with pytest.raises(ConfigError, match=problem):
@@ -382,47 +389,65 @@ def test_a_step_on_a_gpu_is_told_what_to_wait_for(monkeypatch: pytest.MonkeyPatc
     assert begun == [(None, None), (None, None), (None, before), (computed, None)]
 
 
-def test_a_worker_that_is_told_of_sleep_gives_its_cache_back_and_the_ranks_are_introduced_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As vLLM 0.33 calls it; 0.32 has no such calls, and sleep mode is refused on a GPU there."""
-    monkeypatch.setattr(connector_module, "_NOTIFIES_OF_SLEEP", True)
+def test_a_sleep_unregisters_the_cache_and_waking_introduces_its_ranks_anew() -> None:
+    """vLLM 0.33 calls each hook twice if it likes, may step in between, and passes introductions on at the end."""
     config = vllm_config("kv_both")
-    config.model_config.enable_sleep_mode = True
     cache = torch.zeros(2, 4, 2, 16, 8)
     layout = CacheLayout.infer({"layers.0": cache}, order="HND", block_size=16)
-    with Runtime(Config(engine_id="prefill", transport="inproc")) as runtime:
+    peers = PrefixPeers(prefixes=Prefixes())
+    with Runtime(Config(engine_id="prefill", transport="inproc"), parts=[peers.prefixes]) as runtime:
         worker, scheduler = (KVFlowConnector.__new__(KVFlowConnector) for _ in range(2))
-        worker._runtime, worker._worker, worker._vllm_config = runtime, ConnectorWorker(runtime), config
-        worker._role = KVConnectorRole.WORKER
+        worker._runtime, worker._worker, worker._vllm_config = runtime, ConnectorWorker(runtime, peers), config
+        worker._role, worker._groups, worker._shares_prefixes = KVConnectorRole.WORKER, (FULL,), True
         worker._cache_groups = [CacheGroup("full", {"layers.0": cache}, layout)]
-        scheduler._vllm_config, scheduler._stats = config, KVFlowStats()
         scheduler._scheduling = scheduling_of(config, [FULL])
         scheduler._scheduler = ConnectorScheduler(scheduler._scheduling, new_secret=lambda: "secret")
-        runtime.register_kv_caches(worker._cache_groups)
-
-        def step() -> KVFlowWorkerReport | None:
-            made = scheduler._scheduler.build_step({}, preempted=(), block_ids=lambda _: ())
-            worker.bind_connector_metadata(KVFlowMetadata(made))
-            return cast(KVFlowWorkerReport | None, worker.build_connector_worker_meta())
-
-        first = worker._worker.introduction()
-        scheduler._scheduler.introduce(first)
-        assert step() is None
+        for hook in (worker.unregister_kv_caches, worker._register, worker.restore_kv_caches):
+            hook()
+        first = worker.get_handshake_metadata()
+        scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): first})
         lease = runtime.serve_blocks(ServeRequest("req", [1], 16))
         scheduler.reset_cache()
-        worker.release_kv_caches()
+        worker.unregister_kv_caches()
+        worker.unregister_kv_caches()
         assert lease.wait(10.0) is LeaseOutcome.REVOKED
+        step = scheduler._scheduler.build_step({}, preempted=(), block_ids=lambda _: ())
+        step.reused = (1,)
+        worker.handle_preemptions(KVFlowMetadata(step))
+        worker.bind_connector_metadata(KVFlowMetadata(step))
+        assert worker.build_connector_worker_meta() is None
         worker.restore_kv_caches()
-        told = step()
-        assert told is not None
-        assert told.introductions[0].ticket.first.incarnation != first.first.incarnation
-        assert step() is not None, "asked again until it is known"
-        output: Any = SimpleNamespace(finished_recving=None, finished_sending=None, kv_connector_worker_meta=told)
-        scheduler.update_connector_output(output)
-        assert scheduler._scheduler._producers._introduction == told.introductions[0].ticket
-        assert step() is None
-        assert len(told.aggregate(told).introductions) == 2
+        worker.restore_kv_caches()
+        scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): worker.get_handshake_metadata()})
+        known = scheduler._scheduler._producers._introduction
+        assert known is not None
+        assert known.first.incarnation != first.ticket.first.incarnation
+        assert known == worker.get_handshake_metadata().ticket
+
+
+@pytest.mark.parametrize("option", ["enable_sleep_mode", "enable_cumem_allocator"])
+def test_ucx_is_told_that_vllm_may_unmap_the_cache(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM's NixlConnector does; what the user has set stays."""
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    monkeypatch.delenv("UCX_RCACHE_ENABLE", raising=False)
+    for extra, told in (
+        ({}, {"UCX.engine_config": "RCACHE_ENABLE=n,TLS=^cuda_ipc"}),
+        ({"nixl_backend": "LIBFABRIC"}, {}),
+        (
+            {"nixl_backend_params": {"engine_config": "TLS=rc", "num_workers": "2"}},
+            {"engine_config": "TLS=rc", "num_workers": "2", "UCX.engine_config": "TLS=rc,RCACHE_ENABLE=n"},
+        ),
+    ):
+        config = vllm_config(**extra)
+        assert config_of(config, tp_rank=0, pp_rank=0).nixl_backend_params == extra.get("nixl_backend_params", {})
+        setattr(config.model_config, option, True)
+        assert config_of(config, tp_rank=0, pp_rank=0).nixl_backend_params == told
+
+
+@pytest.mark.parametrize(("extra", "sleeps"), [({}, True), ({"nixl_backend": "UCX,POSIX"}, False)])
+def test_vllm_may_sleep_with_ucx_alone(extra: dict[str, Any], sleeps: bool) -> None:
+    config = KVTransferConfig(kv_connector="KVFlowConnector", kv_role="kv_both", kv_connector_extra_config=extra)
+    assert KVFlowConnector.supports_sleep_mode(config) is sleeps
 
 
 def test_what_workers_show_stock_readers_goes_to_all_of_them_with_the_next_step() -> None:

@@ -10,8 +10,14 @@ from typing import NamedTuple
 _SETTINGS: Mapping[str, Mapping[str, str]] = {
     # Without the first setting UCX reads by cuda_ipc only over NVLink, and else emulates reads over tcp at a hundredth
     # of the speed. The second is the size of the frames that answer a read over tcp, by UCX's default 8 KiB; by default
-    # UCX receives frames of up to 64 KiB.
-    "UCX": {"CUDA_IPC_ENABLE_GET_ZCOPY": "on", "TCP_TX_SEG_SIZE": "64k"},
+    # UCX receives frames of up to 64 KiB. The third bounds a leak of UCX's cache of registrations, as in vLLM. The last
+    # leaves out lanes that only a GPU's own kernels use: where one cannot connect, UCX gives up the whole peer.
+    "UCX": {
+        "CUDA_IPC_ENABLE_GET_ZCOPY": "on",
+        "TCP_TX_SEG_SIZE": "64k",
+        "RCACHE_MAX_UNRELEASED": "1024",
+        "TLS": "^rc_gda",
+    },
 }
 """Default settings by NIXL backend. A key is the setting's environment variable without its prefix ("UCX_")."""
 
@@ -19,6 +25,13 @@ _EXCLUDED_BY: Mapping[str, str] = {"TCP_TX_SEG_SIZE": "TCP_RX_SEG_SIZE"}
 """Default settings (keys) that are left out if the user has set another setting (value).
 
 UCX refuses to receive smaller frames than it sends.
+"""
+
+UNMAPPED_MEMORY: Mapping[str, str] = {"RCACHE_ENABLE": "n", "TLS": "^cuda_ipc"}
+"""Settings of UCX for a cache whose memory is unmapped after `unregister`, as vLLM's NixlConnector has them.
+
+UCX then keeps no registration in a cache, and peers on this machine do not map the memory, which would keep it in use.
+NIXL separates settings by commas, so a setting has one value.
 """
 
 
@@ -46,13 +59,18 @@ def backend_params(backend: str, given: Mapping[str, str]) -> dict[str, str]:
 
     A default setting is left out if `given` or an environment variable has it.
     """
-    params = dict(given)
-    chosen = params.get("engine_config", "")
-    ours = [
-        f"{name}={value}"
-        for name, value in _SETTINGS.get(backend, {}).items()
-        if not any(one in chosen or f"{backend}_{one}" in os.environ for one in (name, _EXCLUDED_BY.get(name, name)))
+    config = add_settings(backend, given.get("engine_config", ""), _SETTINGS.get(backend, {}))
+    return {**given, "engine_config": config} if config else dict(given)
+
+
+def add_settings(backend: str, chosen: str, settings: Mapping[str, str]) -> str:
+    """Return `chosen`, the value of "engine_config" of a NIXL backend, with `settings` added.
+
+    A setting is left out if `chosen` or an environment variable has it.
+    """
+    known = {setting.partition("=")[0].strip() for setting in chosen.split(",")}
+    known |= {name for name in (*settings, *_EXCLUDED_BY.values()) if f"{backend}_{name}" in os.environ}
+    added = [
+        f"{name}={value}" for name, value in settings.items() if known.isdisjoint({name, _EXCLUDED_BY.get(name, name)})
     ]
-    if ours:
-        params["engine_config"] = ",".join([chosen, *ours] if chosen else ours)
-    return params
+    return ",".join([chosen, *added] if chosen else added)
