@@ -2,7 +2,7 @@
 
 If kvflow is installed as a package, SGLang finds `register` by the entry point `sglang.srt.plugins` and calls it in
 each process, before it parses arguments. Heavy modules are imported only when a server asks for a class of this
-backend.
+backend. With the environment variable `KVFLOW_AS_NIXL=1` kvflow also is the backend "nixl", in place of SGLang's.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 from kvflow.checks import error_text
+from kvflow.connector.as_nixl import acts_as_nixl
+from kvflow.errors import ConfigError
 from kvflow.logs import logger_of
 
-__all__ = ["NAME", "register"]
+__all__ = ["NAME", "NIXL", "register"]
 
-NAME = "kvflow"
+NAME, NIXL = "kvflow", "nixl"
 _UTILS = "sglang.srt.disaggregation.utils"
 logger = logger_of(__name__)
 
@@ -27,8 +29,13 @@ def register() -> None:
 
     Raises:
         SystemExit: the command line asks for the backend, but SGLang's own modules cannot be imported. Without this
-            error SGLang would only say that the choice is invalid.
+            error SGLang would only say that the choice is invalid. Or `KVFLOW_AS_NIXL` is invalid: SGLang logs other
+            exceptions of plugins, and goes on with a backend that is not kvflow.
     """
+    try:
+        acts_as_nixl()
+    except ConfigError as error:
+        raise SystemExit(str(error)) from error
     try:
         from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
         from sglang.srt.disaggregation import utils
@@ -56,9 +63,14 @@ def _explain(error: Exception) -> None:
         "SGLang with its dependencies, on a machine with CUDA, and try "
         "`python -c 'import sglang.srt.disaggregation.utils'`"
     )
-    if any(NAME in one.split("=")[-1:] for one in sys.argv[1:]):
+    if any(one.split("=")[-1] in _names() for one in sys.argv[1:]):
         raise SystemExit(why)
     logger.warning("%s", why)
+
+
+def _names() -> tuple[str, ...]:
+    """Return the names of backends that are kvflow."""
+    return (NAME, NIXL) if acts_as_nixl() else (NAME,)
 
 
 def _class_of(original: Callable[..., Any], backend: enum.Enum, kind: enum.Enum) -> Any:
@@ -67,7 +79,7 @@ def _class_of(original: Callable[..., Any], backend: enum.Enum, kind: enum.Enum)
     SGLang calls this function in place of its own `get_kv_class`, which is `original`. For the kind `kvargs` the class
     is always SGLang's.
     """
-    if backend.value != NAME or kind.value == "kvargs":
+    if backend.value not in _names() or kind.value == "kvargs":
         return original(backend, kind)
     from kvflow.sglang.bootstrap import KVFlowBootstrapServer
     from kvflow.sglang.manager import KVFlowManager

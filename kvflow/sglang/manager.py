@@ -36,6 +36,7 @@ from sglang.srt.utils.network import get_local_ip_auto
 from kvflow import threads
 from kvflow.blocking import Load, Runtime
 from kvflow.checks import error_text
+from kvflow.connector.as_nixl import acts_as_nixl
 from kvflow.connector.plugin_settings import refuse_options
 from kvflow.core.policy.bounded_map import BoundedMap
 from kvflow.errors import ConfigError, KVFlowError, PeerIncompatible, without_secrets
@@ -44,11 +45,12 @@ from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX
 from kvflow.logs import logger_of
 from kvflow.parts import preload
 from kvflow.secret_ids import with_secret
+from kvflow.sglang import NIXL
 from kvflow.sglang.bootstrap import INTRODUCTION
 from kvflow.sglang.hooks import hook_decode, hook_prefill
 from kvflow.sglang.pools import Buffers, aux_buffers, kv_buffers, state_buffers, transferred_items
 from kvflow.sglang.rooms import MESSAGE_FRAME, Answer, Room, RoomMessage, RoomRequest, Rooms, decode_room_message
-from kvflow.sglang.server_settings import REFUSED_OPTIONS, config_of
+from kvflow.sglang.server_settings import REFUSED_OPTIONS, config_of, switch_warning
 
 logger = logger_of(__name__)
 
@@ -94,12 +96,16 @@ class KVFlowManager(CommonKVManager):
         layout = envs.SGLANG_AITER_KV_CACHE_LAYOUT
         if layout.get().lower() != "nhd":
             raise ConfigError(f"kvflow for SGLang: {layout.name} is {layout.get()}, supported is nhd")
+        if (staging := envs.SGLANG_DISAGG_STAGING_BUFFER).get():  # SGLang refuses it only for names of other backends
+            raise ConfigError(f"kvflow for SGLang: {staging.name} is on, supported is off: heads are read from pages")
         deferred = envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE
         if mode == DisaggregationMode.DECODE and not deferred.get():
             raise ConfigError(
                 f"kvflow for SGLang: {deferred.name} is off: pages of a failed request would be reused while they "
                 "are still read into"
             )
+        if acts_as_nixl() and get_disagg().disaggregation_transfer_backend == NIXL and args.engine_rank == 0:
+            logger.warning("%s", switch_warning(args.ib_device))
         self.aux = aux_buffers(args)
         self.aux_moves = self.aux.row_bytes > GIVEN_PAYLOAD_BYTES_MAX
         """True if SGLang's metadata of a request, for example with hidden states, is too large for the payload of a

@@ -57,6 +57,7 @@ from kvflow.transport.device.cache_device import record_event
 from kvflow.vllm.engine_requests import engine_request_of, picture_ids_from_content, sharing_of, spreads_samples
 from kvflow.vllm.extra_config import config_of, extra_of, scheduling_of, unmapping_option, warn_of_side_channel
 from kvflow.vllm.kv_cache_layout import cache_groups, groups_of
+from kvflow.vllm.nixl_settings import settings_in
 from kvflow.vllm.vllm_metrics import KVFlowPromMetrics, KVFlowStats
 
 if TYPE_CHECKING:
@@ -236,7 +237,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         vLLM 0.33 and later ask this, and call `unregister_kv_caches` and `restore_kv_caches`. True for NIXL's backend
         UCX alone, with which vLLM's own NixlConnector sleeps, too.
         """
-        return bool(kv_transfer_config.get_from_extra_config("nixl_backend", "UCX") == "UCX")
+        return bool(settings_in(kv_transfer_config).get("nixl_backend", "UCX") == "UCX")
 
     # --- the scheduler's role
 

@@ -20,6 +20,7 @@ from kvflow.connector.scheduler import SchedulingConfig
 from kvflow.core.cache.groups import GroupKind
 from kvflow.logs import logger_of
 from kvflow.transport.nixl.defaults import UNMAPPED_MEMORY, add_settings
+from kvflow.vllm import nixl_settings
 from kvflow.vllm.kv_cache_layout import Group
 
 if TYPE_CHECKING:
@@ -121,7 +122,6 @@ REFUSED_OPTIONS = (
 _UNMAPPING = {"--enable-sleep-mode": "enable_sleep_mode", "--enable-cumem-allocator": "enable_cumem_allocator"}
 """Options with which vLLM, on a GPU, puts the cache into memory that `/sleep` and `/release_kv_cache_memory` unmap."""
 
-_NIXL_VARIABLES = ("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")
 _SETTINGS = PluginSettings(
     where="kv_connector_extra_config",
     engine="vLLM",
@@ -135,7 +135,7 @@ def extra_of(vllm_config: VllmConfig) -> Extra:
 
     ConfigError if a key is a field of neither Extra nor kvflow.Config, or if a value has a wrong type.
     """
-    return _SETTINGS.own_settings(vllm_config.kv_transfer_config.kv_connector_extra_config, Extra)
+    return _SETTINGS.own_settings(nixl_settings.settings_in(vllm_config.kv_transfer_config), Extra)
 
 
 def config_of(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Config:
@@ -158,7 +158,7 @@ def config_of(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Config:
         "num_kv_heads": _model_kv_heads(vllm_config),
         "role": "both" if extra.share_prefixes else str(transfer.kv_role).removeprefix("kv_"),
     }
-    given = transfer.kv_connector_extra_config
+    given = nixl_settings.settings_in(transfer)
     return _SETTINGS.config(given if unmapping_option(model) is None else _for_unmapped_memory(given), values)
 
 
@@ -183,10 +183,11 @@ def _for_unmapped_memory(given: Mapping[str, Any]) -> Mapping[str, Any]:
 def warn_of_side_channel(vllm_config: VllmConfig) -> None:
     """Log a warning if the user has set NixlConnector's environment variables for addresses, but not `listen`.
 
-    KVFlowConnector ignores these variables.
+    KVFlowConnector ignores these variables, except under NixlConnector's name by `KVFLOW_AS_NIXL`.
     """
-    given = vllm_config.kv_transfer_config.kv_connector_extra_config
-    found = [f"{name}={os.environ[name]}" for name in _NIXL_VARIABLES if os.environ.get(name)]
+    given = nixl_settings.settings_in(vllm_config.kv_transfer_config)
+    variables = (nixl_settings.HOST, nixl_settings.PORT)
+    found = [f"{name}={os.environ[name]}" for name in variables if os.environ.get(name)]
     if found and "listen" not in given:
         logger.warning(
             "%s: only NixlConnector reads this. KVFlowConnector listens at %s, where only this host reaches it. Set "

@@ -10,12 +10,14 @@ pytest.importorskip("sglang", reason="SGLang is not installed: python3 dev.py sg
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, KVTransferError
-from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.disaggregation.utils import DisaggregationMode, KVClassType, TransferBackend
 from sglang.srt.environ import envs
 
+import kvflow.sglang.manager as manager_module
 from kvflow import blocking
 from kvflow.connector.plugin_settings import RefusedOption
 from kvflow.errors import ConfigError
+from kvflow.sglang import _class_of
 from kvflow.sglang.manager import KVFlowManager
 from kvflow.sglang.receiver import KVFlowReceiver
 from kvflow.sglang.server_settings import REFUSED_OPTIONS
@@ -608,6 +610,51 @@ def test_a_layout_that_heads_cannot_be_cut_from_is_refused_at_the_start(pair: tu
     told = f"{layout.name} is vectorized_5d, supported is nhd"
     with use(rank), layout.override("vectorized_5d"), pytest.raises(ConfigError, match=told):
         KVFlowManager(manager.kv_args, manager.disaggregation_mode, manager.server_args, False)
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["prefill", "decode"])
+def test_the_staging_buffer_is_refused_at_the_start(pair: tuple[Server, Server], side: int) -> None:
+    """SGLang refuses it for the backend kvflow, but not for nixl, whose name kvflow may have."""
+    rank = pair[side].ranks[0]
+    manager, staging = rank.manager, envs.SGLANG_DISAGG_STAGING_BUFFER
+    with use(rank), staging.override(True), pytest.raises(ConfigError, match=f"{staging.name} is on, supported is off"):
+        KVFlowManager(manager.kv_args, manager.disaggregation_mode, manager.server_args, False)
+
+
+@pytest.mark.parametrize(
+    ("switch", "name", "rank_index", "lines"),
+    [("1", "nixl", 0, 1), ("1", "nixl", 1, 0), ("1", "kvflow", 0, 0), ("0", "nixl", 0, 0)],
+)
+def test_one_line_of_a_server_says_that_nixl_is_kvflow(
+    pair: tuple[Server, Server],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    switch: str,
+    name: str,
+    rank_index: int,
+    lines: int,
+) -> None:
+    rank = pair[0].ranks[0]
+    manager = rank.manager
+    monkeypatch.setenv("KVFLOW_AS_NIXL", switch)
+    monkeypatch.setattr(rank.configuration, "disaggregation_transfer_backend", name, raising=False)
+    monkeypatch.setattr(manager.kv_args, "engine_rank", rank_index)
+    monkeypatch.setattr(manager_module, "aux_buffers", lambda _: 1 / 0)  # what comes next
+    with use(rank), pytest.raises(ZeroDivisionError):
+        KVFlowManager(manager.kv_args, manager.disaggregation_mode, manager.server_args, False)
+    found = [one for one in caplog.records if "KVFLOW_AS_NIXL=1: the transfer backend nixl" in one.getMessage()]
+    assert [one.levelname for one in found] == ["WARNING"] * lines
+
+
+@pytest.mark.parametrize("kind", ["manager", "sender", "receiver", "bootstrap_server", "kvargs"])
+def test_with_the_switch_nixl_is_kvflow(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    def class_of(switch: str, backend: TransferBackend) -> str:
+        monkeypatch.setenv("KVFLOW_AS_NIXL", switch)
+        return str(_class_of(lambda *_: "SGLang's", backend, KVClassType(kind)))
+
+    ours = "SGLang's" if kind == "kvargs" else "kvflow.sglang."
+    assert ours in class_of("1", TransferBackend.NIXL)
+    assert class_of("0", TransferBackend.NIXL) == class_of("1", TransferBackend.MOONCAKE) == "SGLang's"
 
 
 def test_many_at_once(site: Site, pair: tuple[Server, Server]) -> None:

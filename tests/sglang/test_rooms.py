@@ -21,7 +21,7 @@ from kvflow.sglang.rooms import (
     Rooms,
     room_problem,
 )
-from kvflow.sglang.server_settings import SETTINGS, config_of
+from kvflow.sglang.server_settings import SETTINGS, config_of, switch_warning
 
 ROOM = 77
 
@@ -191,6 +191,26 @@ def test_settings_are_fields_of_config_limits_among_them() -> None:
     assert config.limits == Limits(block_ids_max=1048576, peers_max=4096)
     assert config.lease_ttl_s == 60.0
     assert made('{"listen": "tcp://127.0.0.2:0"}').listen == "tcp://127.0.0.2:0"
+
+
+def test_with_the_switch_variables_of_nixl_mean_what_they_mean_there() -> None:
+    given = {"SGLANG_DISAGGREGATION_NIXL_BACKEND": "LIBFABRIC"}
+    given["SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS"] = '{"num_threads": "4"}'
+    assert config_of(FROM_SGLANG, given) == made("")
+    switched = {**given, "KVFLOW_AS_NIXL": "1"}
+    config = config_of(FROM_SGLANG, switched)
+    assert (config.nixl_backend, dict(config.nixl_backend_params)) == ("LIBFABRIC", {"num_threads": "4"})
+    assert config_of(FROM_SGLANG, {**switched, SETTINGS: '{"nixl_backend": "UCX"}'}).nixl_backend == "UCX"
+    with pytest.raises(ConfigError, match=r"SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS: expected a JSON object"):
+        config_of(FROM_SGLANG, {**switched, "SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS": "[]"})
+
+
+def test_the_line_of_the_switch_names_what_has_no_effect() -> None:
+    assert switch_warning(None).startswith("KVFLOW_AS_NIXL=1: the transfer backend nixl is kvflow in this server.")
+    assert "Without effect" not in switch_warning("")
+    assert switch_warning("mlx5_0").endswith(
+        "Without effect: --disaggregation-ib-device mlx5_0 (UCX_NET_DEVICES has one)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -227,6 +227,10 @@ def check_command(words: list[str], *, complete: bool = False) -> None:
             check_vllm(words)
         case ["sglang", "serve", *_]:
             check_sglang(words)
+        case ["KVFLOW_AS_NIXL=1", "vllm", "serve", *_]:
+            check_vllm(words, "NixlConnector")
+        case ["KVFLOW_AS_NIXL=1", "sglang", "serve", *_]:
+            check_sglang(words, "nixl")
         case _:
             raise AssertionError(f"nobody checks this command: {words}")
 
@@ -287,23 +291,23 @@ def check_extras(project: str) -> None:
     assert {extra for extra in extras.split(",") if extra} <= known.keys(), f"{project}: extras are {sorted(known)}"
 
 
-def check_sglang(words: list[str]) -> None:
+def check_sglang(words: list[str], backend: str = "kvflow") -> None:
     """Check the options of a `sglang serve` command that concern kvflow, without importing SGLang."""
     known = {"--model-path", "--port", "--disaggregation-mode", "--disaggregation-transfer-backend"} | {"--base-gpu-id"}
     assert options_of(words) <= known, words
-    assert words[words.index("--disaggregation-transfer-backend") + 1] == "kvflow", words
+    assert words[words.index("--disaggregation-transfer-backend") + 1] == backend, words
     plugins = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["sglang.srt.plugins"]
     assert plugins == {"kvflow": "kvflow.sglang:register"}
 
 
-def check_vllm(words: list[str]) -> None:
+def check_vllm(words: list[str], connector: str = "KVFlowConnector") -> None:
     """Check the options of a `vllm serve` command that concern kvflow, without importing vLLM."""
     assert options_of(words) <= {"--port", "--kv-transfer-config"}, words
     given = json.loads(words[words.index("--kv-transfer-config") + 1])
     plugins = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
     module = given.get("kv_connector_module_path", plugins["kvflow"].partition(":")[0])
     assert (ROOT / module.replace(".", "/")).is_dir()
-    assert given["kv_connector"] == "KVFlowConnector"
+    assert given["kv_connector"] == connector
     assert given["kv_role"] in ("kv_producer", "kv_consumer", "kv_both")
     # Parsed, because importing it needs vLLM.
     tree = ast.parse((ROOT / "kvflow" / "vllm" / "extra_config.py").read_text())
