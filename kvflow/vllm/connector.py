@@ -83,6 +83,7 @@ _PREFIX_SETTINGS = "share_prefixes, prefix_peers or prefix_events"
 # vLLM steps again and again while a request waits for its load, and looks for new requests only between two steps.
 _IDLE_STEP_S = 0.002
 _ANY_GRAMMAR = StructuredOutputsParams(json_object=True)
+_REFUSED = "this prompt is not the one that was prefilled"
 _COMPLETED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -293,8 +294,10 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         if error is not None:
             logger.error("request %s fails, and is not computed here: %s", request.request_id, error)
             # vLLM has no call to fail a request. If the grammar of a waiting request cannot be compiled, vLLM ends the
-            # request without a step and returns an error to the client, under any policy for failed loads.
-            request.structured_output_request = StructuredOutputRequest(_ANY_GRAMMAR, error)
+            # request without a step, under any policy for failed loads. vLLM before 0.33 returns HTTP 500, without the
+            # text. Later versions return HTTP 400 with the text, so it says nothing about the other request.
+            answer = RequestError(f"{_REFUSED}: request {request.request_id!r}")
+            request.structured_output_request = StructuredOutputRequest(_ANY_GRAMMAR, answer)
             request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
         return error is not None
 

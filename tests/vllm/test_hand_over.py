@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ import httpx
 import pytest
 
 from tests.vllm.conftest import DECODE, PREFILL, Site
-from tests.vllm.servers import NAME, ROOT, HTTPFailed, Server, hand_over, prefill
+from tests.vllm.servers import NAME, NEWER, ROOT, VERSION, HTTPFailed, Server, hand_over, prefill
 
 EXTERNAL = "vllm:prompt_tokens_by_source_total"
 SOURCES = ("external_kv_transfer", "local_cache_hit", "local_compute")
@@ -129,12 +130,41 @@ def test_a_prompt_of_another_salt_fails(pair: tuple[Server, Server], story: list
             assert consumer.text(prompt, **salt) == expected
             consumer.wait_metric(EXTERNAL, before + 200, source="external_kv_transfer")
         else:
-            with pytest.raises(HTTPFailed) as caught:
-                consumer.text(prompt, **salt)
-            assert caught.value.status == 500
+            told = refusal_of(consumer, prompt, **salt)
+            assert told == ((400, INVALID) if VERSION >= NEWER else (500, INTERNAL))
             consumer.wait_metric(FAILED, failed + 1, reason="PromptMismatch")
             assert received_tokens(consumer) == before
     assert consumer.text(prompt, cache_salt="two") == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_client_is_told_of_each_failure(pair: tuple[Server, Server], story: list[int], stream: bool) -> None:
+    """The table of the page about routers: a stream has begun with HTTP 200 when the request fails."""
+    producer, consumer = pair
+    mismatch, ended = (prefill(producer, story[part : part + 200], cache_salt="told") for part in (240, 640))
+    producer.post("/reset_prefix_cache", reset_external="true")
+    wrong = {"cache_salt": "other", "kv_transfer_params": mismatch, "stream": stream}
+    late = {"cache_salt": "told", "kv_transfer_params": ended, "stream": stream}
+    assert refusal_of(consumer, story[240:440], **wrong) == ((400, INVALID) if VERSION >= NEWER else (500, INTERNAL))
+    assert refusal_of(consumer, story[640:840], **late) == (500, INTERNAL)
+
+
+INTERNAL = "Internal server error"
+INVALID = "Invalid structured outputs: this prompt is not the one that was prefilled: request 'cmpl-...'"
+
+
+def refusal_of(server: Server, prompt: list[int], **more: Any) -> tuple[int, str]:
+    """The status and the message of the error that the client of a request gets, without its request's id."""
+    body = {"model": NAME, "prompt": prompt, "max_tokens": 8, **more}
+    response = server.client.post(f"{server.url}/v1/completions", json=body)
+    if more.get("stream"):
+        assert response.status_code == 200
+        text = response.text.removeprefix("data: ").partition("\n\n")[0]
+    else:
+        text = response.text
+    error = json.loads(text)["error"]
+    assert response.status_code in (200, error["code"])
+    return error["code"], re.sub(r"'cmpl-[^']*'", "'cmpl-...'", error["message"])
 
 
 def test_a_request_that_is_refused_or_has_failed_is_no_second_one(site: Site, story: list[int]) -> None:
