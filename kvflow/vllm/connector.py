@@ -422,16 +422,20 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         self._device = None if device == "cpu" else Device(device, where.index or 0)
         self._cache_groups = groups
         self._runtime.open()
-        self._register()
-        if self._pulls_prefixes:
-            self._worker.connect_peers(follow_events=self._asks_for_engine)
+        self._register(follow_events=self._asks_for_engine)
 
-    def _register(self) -> None:
+    def _register(self, *, follow_events: bool) -> None:
+        """Register the cache and, as configured, share prefixes from it and connect to peers.
+
+        `follow_events`: begin to receive KV events, which goes on until the runtime closes.
+        """
         self._runtime.register_kv_caches(self._cache_groups)
         if self._shares_prefixes:
             facts = [(group.facts, of.split) for group, of in zip(self._groups, self._cache_groups, strict=True)]
             size = facts[0][0].block_size
             self._worker.share([as_registered(one, size // split) for one, split in facts], size)
+        if self._pulls_prefixes:
+            self._worker.connect_peers(follow_events=follow_events)
         self._registered = True
 
     def unregister_kv_caches(self) -> None:
@@ -448,7 +452,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         Before its next step, vLLM passes the workers' new introductions to the scheduler's connector object.
         """
         if not self._registered:
-            self._register()
+            self._register(follow_events=False)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         report, self._worker_report = self._worker_report, KVFlowWorkerReport()

@@ -402,8 +402,8 @@ def test_a_sleep_unregisters_the_cache_and_waking_introduces_its_ranks_anew() ->
         worker._cache_groups = [CacheGroup("full", {"layers.0": cache}, layout)]
         scheduler._scheduling = scheduling_of(config, [FULL])
         scheduler._scheduler = ConnectorScheduler(scheduler._scheduling, new_secret=lambda: "secret")
-        for hook in (worker.unregister_kv_caches, worker._register, worker.restore_kv_caches):
-            hook()
+        worker._register(follow_events=False)
+        worker.restore_kv_caches()
         first = worker.get_handshake_metadata()
         scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): first})
         lease = runtime.serve_blocks(ServeRequest("req", [1], 16))
