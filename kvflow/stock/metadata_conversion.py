@@ -12,6 +12,7 @@ engine's first rank prove it, or if it is configured (`StockPeers.tp_sizes`).
 
 from __future__ import annotations
 
+import itertools
 import re
 import zlib
 from collections.abc import Collection, Sequence
@@ -130,9 +131,19 @@ def our_cache(shares: Sequence[CacheShare], regions: Sequence[Regions], groups: 
         raise ConfigError(f"{what}: state per request is not exchanged with stock engines, only attention is")
     if len(sizes := {group.block_size for group in groups}) > 1:
         raise ConfigError(f"{what}: groups have block sizes {sorted(sizes)}, a stock engine has only one")
+    if any(map(_packs_layers, regions)):
+        packed = "a block's row holds several layers (vLLM's packed layouts, such as BLHNC)"
+        advice = "set VLLM_KV_CACHE_LAYOUT=LBHNC, if the model can have it"
+        raise ConfigError(f"{what}: {packed}, which are not exchanged with stock engines: {advice}")
     if shares[0].pp_size != 1:
         raise ConfigError(f"{what}: pp_size {shares[0].pp_size}: only 1 is exchanged with stock engines")
     return OurCache(tuple(map(OurLayers, shares, regions)), tuple(groups))
+
+
+def _packs_layers(regions: Regions) -> bool:
+    """Return True if blocks of other layers lie between two blocks of a layer."""
+    bases = sorted(map(int, regions.bases[:: len(regions.parts)]))
+    return any(0 < above - base < int(regions.strides[0]) for base, above in itertools.pairwise(bases))
 
 
 def metadata_of(
@@ -211,7 +222,7 @@ def reasons_not_read(stock: StockMetadata) -> list[str]:
         ),
         f"a block of vLLM's is {counted(split, 'block')} of its kernels: such are not read from stock engines": split
         > 1,
-        "regions of packed layers (region_members) are not read from stock engines": stock.packs_layers,
+        "packed layers (region_members, packed_member_layouts) are not read from stock engines": stock.packs_layers,
         f"kv_cache_layout: read are {', '.join(_LAYOUTS)}, theirs is {layout[:40]!a}": layout not in _LAYOUTS,
     }
     return [problem for problem, found_so in problems.items() if found_so]

@@ -5,25 +5,38 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 from stock_engines import LAYERS, MODEL_HEADS, TOKENS, layout_of, stock_cache
 from tests_support import any_ticket, each
 
+from kvflow.attention_backends import layout_for_backend
 from kvflow.core.cache.groups import GroupFacts, GroupKind
+from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.regions import map_regions
 from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER, NAMED_LAYERS_MAX
 from kvflow.core.plan.topology import CacheShare, Rank
 from kvflow.core.protocol.addresses import Address
+from kvflow.core.protocol.claims import all_regions_from_wire
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.doctor.stock_engine import describe_cache
 from kvflow.errors import ConfigError, PeerIncompatible, RequestError
-from kvflow.stock.metadata_conversion import OurCache, OurLayers, check_tp_size, our_cache
+from kvflow.runtime.peers.handshake import incompatibilities
+from kvflow.stock.metadata_conversion import (
+    OurCache,
+    OurLayers,
+    check_tp_size,
+    metadata_of,
+    our_cache,
+    reasons_not_read,
+)
 from kvflow.stock.params import is_stock_params, make_stock_params, read_stock_params
 from kvflow.stock.versions import LINES
-from kvflow.stock.wire import StockMetadata
+from kvflow.stock.wire import METADATA, StockMetadata
 
 ROOT = Path(__file__).parents[2]
 CACHE = stock_cache(4)
@@ -152,6 +165,89 @@ def test_a_cache_that_is_not_exchanged_is_refused(changes: dict[str, Any]) -> No
     values = {"shares": (SHARE,), "regions": (REGIONS,), "groups": (FULL,), **changes}
     with pytest.raises(ConfigError, match="our cache"):
         our_cache(**values)
+
+
+def test_a_cache_whose_rows_hold_several_layers_is_refused() -> None:
+    """vLLM's packed layouts; its NixlConnector reads whole rows of MLA models, and a kvflow rank has a region each."""
+    rows = torch.zeros(4, LAYERS, TOKENS, 8)
+    packed = {name: rows[:, layer] for layer, name in enumerate(CACHE)}
+    regions = map_regions(CacheLayout.infer(packed, order="NHD", block_size=TOKENS), packed)
+    with pytest.raises(ConfigError, match=r"our cache: .* holds several layers .* VLLM_KV_CACHE_LAYOUT=LBHNC"):
+        our_cache([msgspec.structs.replace(SHARE, latent=True)], [regions], [FULL])
+    assert our_cache([SHARE], [REGIONS], [FULL]).groups == (FULL,)
+
+
+ROWS_OF_33: dict[str, Any] = {
+    "kv_caches_base_addr": [4096],
+    "block_lens": [4 * 73728],
+    "block_strides": [4 * 73728],
+    "kv_cache_layout": "BLHNC",
+    "region_group_ids": [0],
+    "packed_member_layouts": {f"model.layers.{layer}.self_attn.attn": [layer * 73728, 73728] for layer in range(4)},
+}
+STATE_OF_33: dict[str, Any] = {"block_lens": [73728] * 2, "ssm_sizes": [192, 256], "region_group_ids": [0, 1]}
+"""As the worker of vLLM 0.33 registers the cache of an MLA model in packed rows, and of one with Mamba's state."""
+
+
+@each(
+    ("changes", "named"),
+    [
+        (ROWS_OF_33, ["packed layers", "theirs is 'BLHNC'"]),
+        (STATE_OF_33, ["state per request (ssm_sizes (192, 256))"]),
+        ({**STATE_OF_33, "physical_blocks_per_logical_kv_block": 4}, ["state per request", "4 blocks of its kernels"]),
+        ({"ple_block_len": 4096}, ["state per request"]),
+        ({"region_members": [["a", "b"], []]}, ["packed layers"]),
+        ({}, []),
+    ],
+)
+def test_what_is_not_read_from_stock_engines_is_named(changes: dict[str, Any], named: list[str]) -> None:
+    plain = {
+        "engine_id": "e",
+        "agent_metadata": b"",
+        "kv_caches_base_addr": [4096, 1 << 30],
+        "device_id": 0,
+        "num_blocks": 64,
+        "block_lens": [73728] * 2,
+        "kv_cache_layout": "LBHNC",
+        "block_size": 32,
+        "ssm_sizes": [0, 0],
+        "attn_backend_name": "A",
+        "physical_blocks_per_logical_kv_block": 1,
+    }
+    reasons = reasons_not_read(METADATA.decode(msgspec.msgpack.encode({**plain, **changes})))
+    assert len(reasons) == len(named)
+    assert all(any(words in reason for reason in reasons) for words in named)
+
+
+def test_blocks_of_a_format_of_their_own_are_read_whole_between_equal_ranks() -> None:
+    """NVFP4: a block has the values of all heads before the scales of all, so no head of it can be read."""
+    cache = {name: torch.zeros(4, 2 * 2, 16, 72, dtype=torch.uint8) for name in CACHE}
+    layout = layout_for_backend(cache, backend="FLASHINFER", block_size=16, num_kv_heads=2, kv_format="nvfp4")
+    regions = map_regions(layout, cache)
+    share = msgspec.structs.replace(SHARE, tp_size=2, kv_heads=2, kv_format="nvfp4", block_size=16)
+    facts = msgspec.structs.replace(FULL, block_size=16)
+    ours = our_cache([share], [regions], [facts])
+    for tp_size, heads in ((2, 2), (1, 4), (4, 1)):
+        size = heads * 2 * 16 * 72
+        stock = StockMetadata(
+            engine_id="e",
+            agent_metadata=b"",
+            kv_caches_base_addr=[1 << (30 + at) for at in range(LAYERS)],
+            device_id=0,
+            num_blocks=8,
+            block_lens=[size] * LAYERS,
+            kv_cache_layout="LBHNC",
+            block_size=16,
+            ssm_sizes=(0, 0),
+            attn_backend_name="FLASHINFER",
+            physical_blocks_per_logical_kv_block=1,
+            region_group_ids=[0] * LAYERS,
+        )
+        found = metadata_of(AT, stock, "agent/1", ours, tp_size=tp_size)
+        local: Any = SimpleNamespace(cache_shares=(share,), regions=(regions,))
+        differ = incompatibilities(AT.rank, found, all_regions_from_wire(found.regions), local)
+        assert [one for one in differ if "opaque blocks" in one] == ([] if tp_size == 2 else differ)
+        assert bool(differ) == (tp_size != 2)
 
 
 def test_a_cache_is_told_in_a_line() -> None:

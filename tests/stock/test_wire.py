@@ -29,7 +29,7 @@ from kvflow.stock.wire import (
 )
 from tests.fuzz.mutants import bent, torn
 
-GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "golden.json").read_text("utf-8"))
+GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "golden-0.33.json").read_text("utf-8"))
 VALUES = {**GOLDEN["metadata_values"], "agent_metadata": bytes.fromhex(GOLDEN["metadata_values"]["agent_metadata"])}
 METADATA = msgspec.convert(VALUES, StockMetadata)
 HASH = "ab" * 32

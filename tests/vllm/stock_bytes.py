@@ -1,6 +1,6 @@
-"""Make tests/stock/golden.json: what the installed vLLM's own encoders make of known values.
+"""Make tests/stock/golden-0.32.json and its like: what the installed vLLM's own encoders make of known values.
 
-`python tests/vllm/stock_bytes.py tests/stock/golden.json` in an environment that has vLLM.
+`python tests/vllm/stock_bytes.py tests/stock/golden-0.32.json` in an environment that has vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker, metadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
@@ -42,6 +43,19 @@ CLOCKS = [0.0, 12345.678901, 9e9]
 NOTIFIED = ("cmpl-9d2f-0-0a1b2c3d", 2)
 GROUP_TABLES = ([4, 9, 2, 11, 5], [0, 0, 0, 21, 22])
 """Of five blocks; what lies before the second one's window was given back."""
+MODEL = SimpleNamespace(
+    model="/m",
+    dtype=torch.bfloat16,
+    get_total_num_kv_heads=lambda: 3,
+    get_head_size=lambda: 64,
+    get_total_num_hidden_layers=lambda: LAYERS,
+)
+CONFIG = SimpleNamespace(
+    model_config=MODEL,
+    cache_config=SimpleNamespace(cache_dtype="auto"),
+    scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+    speculative_config=None,
+)
 HEARTBEAT = ["cmpl-9d2f-0-0a1b2c3d", "chatcmpl-77"]
 
 
@@ -73,6 +87,7 @@ def params(tables: tuple[list[int], ...], windows: tuple[int, ...]) -> dict[str,
         is_bidirectional_kv_xfer_enabled=False,
         _kv_lease_duration=30,
         _reqs_need_send={},
+        _registration_generation=2,
         get_exchange_clipped_blocks=partial(NixlPullConnectorScheduler.get_exchange_clipped_blocks, clipped),
         engine_id="prefill-1",
         side_channel_host="10.0.0.7",
@@ -97,11 +112,13 @@ def params(tables: tuple[list[int], ...], windows: tuple[int, ...]) -> dict[str,
 def golden() -> dict[str, Any]:
     encode = msgspec.msgpack.encode
     whole = metadata.NixlAgentMetadata(**METADATA)
-    payload = metadata.NixlHandshakePayload(compatibility_hash="ab" * 32, agent_metadata_bytes=encode(whole))
+    own_hash = metadata.compute_nixl_compatibility_hash(CONFIG, "CPU_ATTN")
+    payload = metadata.NixlHandshakePayload(compatibility_hash=own_hash, agent_metadata_bytes=encode(whole))
     values = {key: value.hex() if isinstance(value, bytes) else value for key, value in METADATA.items()}
     return {
         "vllm": vllm.__version__,
         "protocol": metadata.NIXL_CONNECTOR_VERSION,
+        "hash": own_hash,
         "questions": [[*rank, encode((metadata.GET_META_MSG, *rank)).hex()] for rank in QUESTIONS],
         "clocks": [[clock, encode(clock).hex()] for clock in CLOCKS],
         "metadata_values": values,

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, cast, get_args
 
+import msgspec
 import pytest
 import torch
 import vllm
@@ -38,6 +39,8 @@ from kvflow.connector.worker import ConnectorWorker, FailedLoad, Results
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.cache.regions import Device
 from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER
+from kvflow.core.plan.topology import Rank
+from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.errors import ConfigError, LayoutError, LeaseExpired
 from kvflow.prefix import Prefixes
 from kvflow.vllm import extra_config, kv_cache_layout, stock_settings
@@ -47,6 +50,7 @@ from kvflow.vllm.extra_config import config_of, extra_of, scheduling_of, warn_of
 from kvflow.vllm.kv_cache_layout import Group, groups_of
 from kvflow.vllm.prefix import RequestPrefixes
 from kvflow.vllm.vllm_metrics import KVFlowStats
+from tests.support.tests_support import any_ticket
 
 HEADS: dict[str, Any] = {"block_size": 128, "num_kv_heads": 3, "head_size": 64, "dtype": torch.float32}
 STATE: dict[str, Any] = {"block_size": 2048, "shapes": ((3, 8),), "dtypes": (torch.float32,)}
@@ -531,6 +535,20 @@ def test_prompts_of_windows_are_computed_whole_for_stock_readers() -> None:
     assert not scheduling_of(vllm_config(), [window]).withhold_last_token
     with pytest.raises(ConfigError, match="state per request"):
         stock_settings.dialect_of(extra_of(config), Config(engine_id="e"), scheduling_of(config, [FULL, state]))
+
+
+def test_parameters_for_stock_readers_count_the_ranks_registrations() -> None:
+    """Whatever brings the scheduler its workers' tickets, those of a later registration name other incarnations."""
+    config = vllm_config(stock_peers=True, stock={"serve_version": "0.33.0"})
+    dialect = stock_settings.dialect_of(extra_of(config), Config(engine_id="e"), scheduling_of(config, [FULL]))
+    ranks = [RankLease.without_lease_id(Rank(0, 0, tp), "first", "h", 1) for tp in (0, 1)]
+    again = msgspec.structs.replace(ranks[1], incarnation="again")
+    found = []
+    for registered in (ranks, ranks, [ranks[0], again], ranks):
+        ticket = any_ticket(tp_size=2)
+        params = dialect.params_of(msgspec.structs.replace(ticket, ranks=tuple(registered)))
+        found.append(params["remote_registration_generation"])
+    assert found == [1, 1, 2, 1]
 
 
 def test_statistics_add_up() -> None:
