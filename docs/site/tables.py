@@ -274,6 +274,12 @@ def cache_dtypes_table() -> str:
     return table(("`--kv-cache-dtype`", "vLLM", "", "what is moved"), rows)
 
 
+def vllm_versions_table() -> str:
+    from kvflow.vllm.versions import CHANGES
+
+    return table(("vLLM", "brings", "before"), ((f"{row.since}+", row.brings, row.before) for row in CHANGES))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "api": api_list,
     "config": config_table,
@@ -283,6 +289,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "backends": backends_table,
     "cache_dtypes": cache_dtypes_table,
     "runs": runs_table,
+    "vllm_versions": vllm_versions_table,
 }
 
 

@@ -18,7 +18,7 @@ from kvflow.doctor.findings import Finding, fail, ok, warn
 from kvflow.transport.nixl.native import VERBS, plugin_dir_note, start_agent
 
 _BACKEND = "UCX"
-_INSTALL = "pip install 'nixl>=1.5.1'"
+_INSTALL = "pip install 'nixl>=1.4.1'"
 _SHARED_MEMORY = ("cma/", "xpmem/", "knem/", "posix/", "sysv/")
 _SHAPE = CacheShape(layers=8, blocks=256)
 _REPEATS = 3

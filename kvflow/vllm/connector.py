@@ -29,13 +29,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
@@ -45,7 +43,7 @@ from kvflow.connector.paged_groups import as_registered
 from kvflow.connector.parameters import OWN_DIALECT
 from kvflow.connector.scheduler import ConnectorScheduler
 from kvflow.connector.step import Step
-from kvflow.connector.worker import ConnectorWorker
+from kvflow.connector.worker import ConnectorWorker, Results
 from kvflow.core.cache.regions import Device
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket, merge_tickets
@@ -59,6 +57,15 @@ from kvflow.vllm.extra_config import config_of, extra_of, scheduling_of, unmappi
 from kvflow.vllm.kv_cache_layout import cache_groups, groups_of
 from kvflow.vllm.nixl_settings import settings_in
 from kvflow.vllm.vllm_metrics import KVFlowPromMetrics, KVFlowStats
+
+try:  # vLLM 0.30 and later
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+except ImportError:
+    KVConnectorTransferResults = None
+try:  # vLLM 0.32 and later
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:
+    CacheHitSource = None
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -131,7 +138,7 @@ class KVFlowWorkerReport(KVConnectorWorkerMetadata):
 class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     """kvflow as vLLM's KV connector: one object in vLLM's scheduler, and one in each worker."""
 
-    _cache_hit_source = CacheHitSource.P2P
+    _cache_hit_source = CacheHitSource and CacheHitSource.P2P
     _cards: tuple[bytes, ...] = ()
     """In the scheduler: the workers' encoded metadata for stock readers (`EngineRanks.card`), for the next step."""
     _picture_ids_from_content = True
@@ -164,6 +171,9 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         _log_as_vllm()
         self._groups = groups_of(kv_cache_config)
+        if KVConnectorTransferResults is None and len(self._groups) > 1:
+            several = counted(len(self._groups), "group")
+            raise ConfigError(f"KVFlowConnector: {several} of layers: vLLM before 0.30 cannot fail a load of several")
         self._stats = KVFlowStats()
         extra = extra_of(vllm_config)
         if role is KVConnectorRole.SCHEDULER:
@@ -505,6 +515,19 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.begin(step, ready=self._record_event())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        found = self._collect()
+        return KVConnectorTransferResults(
+            finished_sending=found.sent - found.not_offered,
+            finished_recving=set(found.received),
+            failed_recving=set(found.failed),
+        )
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """As `get_transfer_results`, for vLLM before 0.30, which recognizes a failed load by its blocks."""
+        found = self._collect()
+        return found.sent - found.not_offered, set(found.received)
+
+    def _collect(self) -> Results:
         idle = self.has_connector_metadata() and cast(KVFlowMetadata, self._get_connector_metadata()).idle
         found = self._worker.collect(_IDLE_STEP_S if idle else 0.0)
         self._worker_report = self._worker_report.aggregate(
@@ -518,11 +541,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         if len(self._groups) == 1:  # with several, vLLM cannot assign a block to a group: it computes the whole prompt
             failed = (block for one in found.failed.values() for block in one.block_tables[0])
             self._failed_blocks.update(block // self._split for block in failed)
-        return KVConnectorTransferResults(
-            finished_sending=found.sent - found.not_offered,
-            finished_recving=set(found.received),
-            failed_recving=set(found.failed),
-        )
+        return found
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         taken, self._failed_blocks = self._failed_blocks, set()

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 _POOL = "vllm"  # all groups take block ids from the same pool
+_COMPRESSED = ("tokens_per_state", "compress_ratio")  # of vLLM 0.29 and later, and of 0.28
 _UNSUPPORTED_SPECS = (HiddenStateCacheSpec, SinkFullAttentionSpec)
 
 
@@ -63,8 +64,9 @@ def groups_of(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
 
     ConfigError if there are none, or if kvflow cannot transfer the layers of a group.
     """
-    transferred = kv_cache_config.transfer_group_ids
-    found = tuple(_group(index, kv_cache_config.kv_cache_groups[index]) for index in transferred)
+    groups = kv_cache_config.kv_cache_groups
+    transferred = getattr(kv_cache_config, "transfer_group_ids", range(len(groups)))  # vLLM 0.28 transfers all groups
+    found = tuple(_group(index, groups[index]) for index in transferred)
     if not found:
         raise ConfigError("KVFlowConnector: the model has no KV cache")
     return found
@@ -77,7 +79,7 @@ def _group(index: int, group: KVCacheGroupSpec) -> Group:
         for name in group.layer_names
     }
     what = f"KVFlowConnector: layers {group.layer_names[0]}, ..."
-    if group.host_resident:
+    if getattr(group, "host_resident", False):  # vLLM 0.30 and later
         raise ConfigError(f"{what}: their cache is in the host's memory (HiSparse), which is not transferred")
     kinds = {_kind(spec, what) for spec in specs.values()}
     if len(kinds) != 1:
@@ -95,8 +97,10 @@ def _kind(spec: KVCacheSpec, what: str) -> tuple[GroupKind, int]:
     kvflow's sliding window does not count the current token, so it is one token shorter than vLLM's. ConfigError, with
     a message that begins with `what`, if kvflow cannot transfer such layers.
     """
-    if isinstance(spec, AttentionSpec) and spec.tokens_per_state != 1:
-        raise ConfigError(f"{what}: tokens_per_state is {spec.tokens_per_state}: compressed tokens are not transferred")
+    compressed = next((name for name in _COMPRESSED if getattr(spec, name, 1) != 1), None)
+    if isinstance(spec, AttentionSpec) and compressed:
+        tokens = getattr(spec, compressed)
+        raise ConfigError(f"{what}: {compressed} is {tokens}: compressed tokens are not transferred")
     match spec:
         case MambaSpec() if spec.num_speculative_blocks:
             raise ConfigError(f"{what}: state with speculative decoding is not transferred")
