@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +20,7 @@ from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.utils.network import NetworkAddress
 
+from kvflow.connector.kv_hints import KVHints
 from kvflow.errors import RequestError
 from kvflow.sglang.receiver import KVFlowReceiver
 from kvflow.sglang.sender import KVFlowSender
@@ -45,11 +47,29 @@ def _hook(target: str, hook: Callable[..., Any]) -> None:
         HookRegistry.apply_hooks()
 
 
+@functools.cache
+def _hints() -> KVHints:
+    """Return the reader of KV hints, which ignores all: nothing is pulled into SGLang's cache.
+
+    SGLang shows all metrics of the process, if it shows any.
+    """
+    from prometheus_client import Counter  # not before SGLang has named the folder for the metrics of its processes
+
+    ignored = Counter("sglang:kvflow_hints_ignored", "Routers' KV hints that were ignored.", ["reason"])
+    return KVHints(pulls=False, on_ignored=lambda reason: ignored.labels(reason).inc())
+
+
+def _ignore_hints(req: Any) -> None:
+    if (hints := getattr(req, "kv_hints", None)) is not None:  # SGLang 0.5.23 and later
+        _hints().source(hints)
+
+
 def _after_prefill_add(manager_class: type[Any], result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
     """After a prefill server has queued `req`, pass the prompt tokens of `req` to the request's sender.
 
     If the server has refused `req`, there is no sender. Then notify the decode server of the refusal.
     """
+    _ignore_hints(req)
     sender = req.disagg_kv_sender
     if isinstance(sender, KVFlowSender):
         sender.prompt = prompt_of(req)
@@ -62,6 +82,7 @@ def _after_prefill_add(manager_class: type[Any], result: Any, queue: Any, req: A
 
 def _after_create_receiver(result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
     """Pass the prompt tokens of `req` to the receiver that a decode server has just created for it."""
+    _ignore_hints(req)
     if isinstance(result.kv_receiver, KVFlowReceiver):
         result.kv_receiver.prompt = prompt_of(req)
 

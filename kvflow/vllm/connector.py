@@ -39,6 +39,7 @@ from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from kvflow.blocking import Runtime
 from kvflow.checks import counted
+from kvflow.connector.kv_hints import IgnoredHint, KVHints
 from kvflow.connector.paged_groups import as_registered
 from kvflow.connector.parameters import OWN_DIALECT
 from kvflow.connector.scheduler import ConnectorScheduler
@@ -195,6 +196,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
                     from kvflow.vllm.prefix import RequestPrefixes
 
                 self._prefixes = RequestPrefixes(extra, self._scheduling, self._groups, vllm_config, kv_cache_config)
+            pulls = self._prefixes is not None and self._prefixes.pulls
+            self._hints = KVHints(pulls=pulls, on_ignored=self._note_ignored_hint)
             self._scheduler = ConnectorScheduler(
                 self._scheduling,
                 new_secret=lambda: secrets.token_hex(16),
@@ -276,8 +279,9 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         if request.abort_immediately:
             self._on_rejected(request)
             return
+        hinted = self._source_in_hints(request)
         if self._prefixes is not None:
-            self._prefixes.add(request)
+            self._prefixes.add(request, hinted)
         offered = self._scheduling.offers(request.kv_transfer_params or {})
         if offered and self._scheduling.leaves_last_token and not self._leave_out_last_token(request):
             logger.info("request %s: its prompt is not offered: its last token cannot be left out", request.request_id)
@@ -294,6 +298,18 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._stats.data["load_failures"].append(PromptMismatch.__name__)
         elif request.get_skip_reading_prefix_cache() and self._scheduling.takes(request.kv_transfer_params or {}):
             self._scheduler.note_computed_here("log probabilities of its prompt are requested")
+
+    def _source_in_hints(self, request: Request) -> str | None:
+        """Return the address of the peer that, by a router's KV hint, holds a prefix of `request`; None with a ticket.
+
+        vLLM has the hint in `kv_hints` (0.32 and later). Dynamo may pass it in the parameters, as "kv_hint".
+        """
+        params, hints = request.kv_transfer_params or {}, getattr(request, "kv_hints", None)
+        hints = params.get("kv_hint") if hints is None else hints
+        return None if hints is None or self._scheduling.takes(params) else self._hints.source(hints)
+
+    def _note_ignored_hint(self, reason: IgnoredHint) -> None:
+        self._stats.data["hints_ignored"].append(str(reason))
 
     def _fail_if_refused(self, request: Request) -> bool:
         """If the ticket of `request` is for the same tokens but other pictures or the like, fail the request.

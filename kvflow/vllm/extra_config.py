@@ -76,6 +76,8 @@ class Extra(msgspec.Struct, frozen=True, kw_only=True):
     """True to offer only full blocks of a prompt."""
     release_failed_loads: bool = True
     """True to release the ticket when a load fails. False if the router retries with the same parameters."""
+    secondary_tiers: tuple[dict[str, object], ...] = ()
+    """Not used by kvflow: Dynamo reads here where this engine's prefixes can be fetched, for its KV hints."""
     kv_format: str | None = None
     """Name of the byte format of the cache, if the attention backend has several (see `layout_for_backend`)."""
     stock_peers: bool = False

@@ -109,7 +109,8 @@ class RequestPrefixes:
         self._block_tokens = groups[0].facts.block_size
         self._shares_prefixes = extra.share_prefixes and not why
         self._cached_prompts: CachedPrompts | None = None
-        self._pulls_prefixes = extra.pulls_prefixes and not why
+        self.pulls = extra.pulls_prefixes and not why
+        """True if requests ask peers for prefixes."""
         self._adapter_ids = BoundedMap[tuple[str, str], int](_ADAPTERS_MAX)
         """By adapter (name and path), vLLM's id of the adapter in its first request; `_RELOADED` once it was reloaded.
         """
@@ -144,10 +145,13 @@ class RequestPrefixes:
         """True if the workers must get a report of reused blocks, even in a step without requests."""
         return self._cached_prompts is not None and self._cached_prompts.must_report
 
-    def add(self, request: Request) -> None:
-        """Add a new request. If it has no ticket from a prefill engine, let it ask peers for a prefix of the prompt."""
+    def add(self, request: Request, hinted: str | None) -> None:
+        """Add a new request. If it has no ticket from a prefill engine, let it ask peers for a prefix of the prompt.
+
+        `hinted` is the address of the peer to ask, from a KV hint, unless `kv_transfer_params` name another peer.
+        """
         params = request.kv_transfer_params
-        asks = self._pulls_prefixes and not self._scheduling.takes(params or {})
+        asks = self.pulls and not self._scheduling.takes(params or {})
         if (self._cached_prompts is None and not asks) or self._has_reloaded_adapter(request):
             return
         keys = self._keys(request, request.num_prompt_tokens)
@@ -155,7 +159,7 @@ class RequestPrefixes:
             self._cached_prompts.add(request.request_id, keys)
         if asks and not request.skip_reading_prefix_cache:
             try:
-                source = source_in(params)
+                source = source_in(params) or hinted
             except RequestError as error:
                 logger.warning("request %s: no peer is asked for its prefix: %s", request.request_id, error)
                 return

@@ -23,6 +23,7 @@ from tests.vllm.test_models import OPTIONS, TP2, in_multi, prompt_of
 EXTERNAL = {"source": "external_kv_transfer"}
 BY_SOURCE = "vllm:prompt_tokens_by_source_total"
 QUESTIONS, RUNS = "vllm:kvflow_prefix_questions_total", "vllm:kvflow_prefix_runs_total"
+HINTS = "vllm:kvflow_hints_ignored_total"
 LOADS, FAILED = "vllm:kvflow_loads_total", "vllm:kvflow_load_failures_total"
 PATIENT = (("prefix_wait_s", 20.0), ("handshake_timeout_s", 5.0), ("load_deadline_s", 10.0))
 PORTS = {"holder": free_port(), "reader": free_port(), "both": free_port()}
@@ -178,6 +179,24 @@ def test_a_router_may_name_the_source(site: Site) -> None:
         assert named.ids(prompt, **params, **salt) == alone(holder, prompt)
         until(named, counted, "found", asked)
         assert counted.found == asked
+    assert counted.external == 992
+
+
+def test_a_hint_names_the_source(site: Site) -> None:
+    """Dynamo's, in the parameters. If kvflow does not know its version, it is counted, and the prompt is computed."""
+    holder, named = site.have(HOLDER, replace(BOTH, extra=(*extra_of("both"), ("prefix_peers", []))))
+    first, second = family()
+    holder.ids(first)
+    counted, ignored = Counted(named), named.metric(HINTS, reason="version")
+    payload = {"source_control_endpoint": at("holder"), "block_hashes": [1, 2], "mode": "copy"}
+    action = {"action_id": "a", "action_type": "kv.fetch", "action_version": "1.0", "payload": payload}
+    for version, found in (("9.9", 0), ("0.1", 1)):
+        hint = {"protocol_version": version, "message_id": "m", "actions": [action]}
+        salt = {} if found else {"cache_salt": version}
+        assert named.ids(second, kv_transfer_params={"kv_hint": hint}, **salt) == alone(holder, second)
+        until(named, counted, "found", found)
+        assert counted.found == found
+    named.wait_metric(HINTS, ignored + 1, reason="version")
     assert counted.external == 992
 
 

@@ -249,7 +249,7 @@ def test_who_shares_also_serves(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING"):
         made = prefixes(share_prefixes=True, prefix_peers=["tcp://a:1"], spec=MambaSpec(**STATE))
     assert not made._shares_prefixes
-    assert not made._pulls_prefixes
+    assert not made.pulls
     made.bind_pool(SimpleNamespace())
     shared = prefixes(share_prefixes=True)
     with caplog.at_level("WARNING"):
