@@ -225,8 +225,10 @@ def test_a_request_that_waits_keeps_its_lease(network: InprocNetwork | None) -> 
         lease = pair.offer()
 
         async def pass_time(runtime: asynchronous.Runtime) -> None:
-            cache = runtime._supervisor.cache
-            if cache is not None and cache.remote_leases._renewed:  # before that its peer is idle, and would be evicted
+            incarnation = runtime._supervisor.incarnation
+            if (
+                incarnation is not None and incarnation.host.leases._renewed
+            ):  # before that its peer is idle, and would be evicted
                 clock.advance(lease.ticket.ttl_s / 10)
 
         with pair.consumer.keep_leases(lease.ticket.to_params()):

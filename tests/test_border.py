@@ -113,9 +113,9 @@ class Sides:
         """End what `fresh` has opened."""
 
         async def body() -> None:
-            cache = self.pair.producer.runtime._supervisor.cache
-            cache.serving.close()
-            await cache.serving.drained()
+            serving = self.pair.producer.runtime._supervisor.incarnation.serving
+            serving.close()
+            await serving.drained()
 
         self.run(body)
 
@@ -125,8 +125,8 @@ class Sides:
         for runtime in (self.pair.producer.runtime, self.pair.consumer.runtime, self.storing):
             assert runtime.state is RuntimeState.OPEN
             assert_quiet(runtime.statistics())
-            cache = runtime._supervisor.cache
-            assert cache.resources.seal_slots.used == cache.serving._blocks._seals.used == 0
+            host = runtime._supervisor.incarnation.host
+            assert host.resources.seal_slots.used == host.serving._blocks._seals.used == 0
 
 
 @pytest.fixture(scope="module")
@@ -425,6 +425,7 @@ BACKEND = {"backend": "FLASH_ATTN", "block_size": 4, "engine_version": "0.11", "
 AWAITED = Ticket.rendezvous(TICKET, "declined")
 REPORT = LoadReport(request_id="req", bytes=1, tokens=4, blocks=1, descriptors=1, sources=(), notified=True, seconds={})
 VERBS: dict[str, dict[str, Any]] = {
+    "connect": {"peers": (), "within_s": 1.0},
     "decline": {"request_id": "declined", "reason": "", "at": AWAITED, "instead": AWAITED},
     "drain": {"deadline_s": 1.0},
     "drop": {"keys": ["prompt"]},

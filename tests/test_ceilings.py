@@ -133,7 +133,7 @@ async def test_what_opening_a_lease_its_end_and_a_release_meet() -> None:
             lease = pair.offer([3, 4], "traced")
         trace.assert_below("opening a lease", SERVE_CEILINGS)
         word = ReadDone((lease.ticket.first.lease_id,), reader="reader", numerator=1, denominator=1)
-        serving = pair.producer.runtime._supervisor.registered_cache.serving  # type: ignore[union-attr]
+        serving = pair.producer.runtime._supervisor.registered.serving  # type: ignore[union-attr]
         with trace.on():
             serving.on_notification(codec.encode(word))
             assert await lease == "read"
@@ -171,11 +171,12 @@ async def test_what_reaching_connected_ranks_meets() -> None:
     trace, found = Trace(), list[Source]()
     async with virtual_pair() as pair:
         await load(pair, "warm")
-        cache, lease = pair.consumer.runtime._supervisor.cache, pair.offer([3], "traced")
-        assert cache is not None
-        ticket = cache.resolver.read_ticket(lease.ticket)
+        incarnation, lease = pair.consumer.runtime._supervisor.incarnation, pair.offer([3], "traced")
+        assert incarnation is not None
+        resolver = incarnation.host.resolver
+        ticket = resolver.read_ticket(lease.ticket)
         with trace.on():
-            reached = cache.resolver.resolve_nowait(ticket, found.append)
+            reached = resolver.resolve_nowait(ticket, found.append)
         assert reached == found
         assert [source.lease for source in found] == list(ticket.ranks)
         lease.revoke()

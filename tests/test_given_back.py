@@ -101,7 +101,7 @@ async def register(runtime: Runtime) -> Memory:
     """Register a cache that nobody else has. Return its tensors, and those of its host buffers if there are any."""
     kv_caches, cache = SIZE.make(runtime.config.engine_id)
     await runtime.register_kv_caches(kv_caches, cache.layout)
-    layers = [layers for one in runtime._supervisor.require_cache().memory.staging for layers, _ in one.layers]
+    layers = [layers for one in runtime._supervisor.require_host().memory.staging for layers, _ in one.layers]
     return [weakref.ref(tensor) for tensors in (kv_caches, *layers) for tensor in tensors.values()]
 
 

@@ -70,14 +70,19 @@ RINGS = {
 """From the inside out, "" being `kvflow` itself. An import is one whether it is to run, to run later, or of a type."""
 RING_OF = {part: ring for ring, parts in RINGS.items() for part in parts}
 
-PARTS_THAT_NEED_PARTS = {
-    "prefix": {"failover"},
-    "staging": {"growing"},
-    "storage": {"verify"},
-    "verify": {"staging"},
-}
-"""No part imports another one, but for these. `staging` imports none: what a producer stages is offered as a lease that
-grows, so its readers need `growing`."""
+
+def parts_that_need_parts() -> dict[str, set[str]]:
+    """Return the table of docs/architecture.md: no part imports another one, but for these."""
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    rows = text.partition("<!-- parts -->")[2].partition("<!-- /parts -->")[0]
+    needs: dict[str, set[str]] = {}
+    for part, needed in re.findall(r"^\| `(\w+)` \| `(\w+)` \|", rows, re.MULTILINE):
+        needs.setdefault(part, set()).add(needed)
+    assert needs.keys() <= set(RINGS["parts"]) >= set().union(*needs.values())
+    return needs
+
+
+PARTS_THAT_NEED_PARTS = parts_that_need_parts()
 
 WITHIN_RINGS = [
     ["errors"],
@@ -98,7 +103,7 @@ _PURE_OF_CONNECTORS += ("scheduler", "scheduling_config", "cached_prompts", "ste
 PURE_HALVES = {
     "connector": _PURE_OF_CONNECTORS,
     "prefix": ("keys", "kv_events/batches", "kv_events/prefix_map"),
-    "stock": ("deadline", "params", "shape", "texts", "versions", "wire"),
+    "stock": ("deadline", "params", "texts", "versions", "wire"),
     "storage": ("entry", "index", "placing"),
     "staging": ("whole_blocks",),
     "verify": ("digests",),
@@ -274,23 +279,136 @@ def module_of(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-RUNTIME_PACKAGES = (("channel",), ("peers",), ("producer", "load"))
-"""Of `kvflow/runtime`, from below: each may import those before its own row."""
+RUNTIME_ROWS: tuple[tuple[str, ...], ...] = (
+    ("clock", "copy_thread", "memory", "open_files", "records", "tasks"),
+    ("channel/",),
+    ("world", "peers/peer", "peers/first_contacts"),
+    ("rank",),
+    ("peers/",),
+    (
+        *("producer/blocks", "producer/lease", "load/requests", "load/flight_resources", "load/flight", "load/plan"),
+        *("load/load", "load/reads", "load/spans"),
+    ),
+    ("statistics", "optional"),
+    ("producer/", "load/"),
+    ("part",),
+    ("incarnation",),
+    ("registration",),
+    ("supervisor",),
+    ("runtime",),
+)
+"""The files of `kvflow/runtime`, from below. "peers/": all of that folder but what is named in another row. A file may
+import rows before its own and, of its own row, its own folder."""
 
 
-def test_packages_of_the_runtime_see_each_other_one_way() -> None:
-    level_of = {name: level for level, row in enumerate(RUNTIME_PACKAGES) for name in row}
-    found = {path.split("/")[2] for path in SOURCES if path.startswith("kvflow/runtime/") and path.count("/") == 3}
-    assert found == set(level_of)
+def test_every_file_of_the_runtime_has_a_row_and_imports_what_is_below() -> None:
+    files = {path.removeprefix("kvflow/runtime/").removesuffix(".py") for path in SOURCES if "/runtime/" in path}
+    files = {name for name in files if not name.endswith("__init__")}
+    named = [name for row in RUNTIME_ROWS for name in row]
+    assert len(named) == len(set(named))
+    for name in named:
+        assert name in files or any(file.startswith(name) and name.endswith("/") for file in files), f"no file: {name}"
     seen = 0
-    for path, tree in SOURCES.items():
-        ours = path.removeprefix("kvflow/runtime/").split("/")[0] if path.startswith("kvflow/runtime/") else ""
-        for name in imports(path, tree) if ours in level_of else []:
-            theirs = name.removeprefix("kvflow.runtime.").split(".")[0] if name.startswith("kvflow.runtime.") else ours
-            seen += theirs != ours
-            if theirs in level_of and theirs != ours:
-                assert level_of[theirs] < level_of[ours], f"{path} imports {name}"
-    assert seen > 20, "the test saw nothing"
+    for file in files:
+        for name in imports(f"kvflow/runtime/{file}.py", SOURCES[f"kvflow/runtime/{file}.py"]):
+            other = file_of(name).removeprefix("kvflow/runtime/").removesuffix(".py")
+            if other in files and other != file:
+                seen += 1
+                same_folder = "/" in file and other.startswith(file.rpartition("/")[0] + "/")
+                below = _row_of(other, named) < _row_of(file, named)
+                assert below or (same_folder and _row_of(other, named) == _row_of(file, named)), f"{file} -> {other}"
+    assert seen > 100, "the test saw nothing"
+
+
+def _row_of(file: str, named: Sequence[str]) -> int:
+    """Return the index of the row of a file. Fails for a file without one."""
+    name = file if file in named else file.rpartition("/")[0] + "/"
+    assert name in named, f"{file}.py has no row"
+    return next(row for row, names in enumerate(RUNTIME_ROWS) if name in names)
+
+
+def test_no_imports_go_in_circles() -> None:
+    """Whether an import is to run, to run later, or of a type."""
+    targets = {
+        path: {file for name in imports(path, tree) if (file := file_of(name)) and file != path}
+        for path, tree in SOURCES.items()
+    }
+    assert sum(map(len, targets.values())) > 1000, "the test saw nothing"
+    while leaves := {path for path, others in targets.items() if not others & targets.keys()}:
+        targets = {path: others for path, others in targets.items() if path not in leaves}
+    # What is left is in a circle, or imports one: without the latter, it is the circles.
+    while tops := targets.keys() - {other for others in targets.values() for other in others}:
+        targets = {path: others for path, others in targets.items() if path not in tops}
+    assert sorted(targets) == []
+
+
+HUBS_MAX = {"RankContext": 12, "Incarnation": 12, "PartHost": 13}
+"""Number of fields or attributes of what many could reach through."""
+
+
+def test_nothing_hangs_on_one_object() -> None:
+    """What makes all objects of a cache is known to those that end it, and keeps little; facts are few."""
+    makers = {
+        path
+        for path in SOURCES
+        if "kvflow.runtime.incarnation" in {m.rpartition(".")[0] for m in imports(path, SOURCES[path])}
+    }
+    assert makers == {f"kvflow/runtime/{name}.py" for name in ("registration", "supervisor")}
+    for path in ("rank", "incarnation", "part"):
+        for node in nodes(SOURCES[f"kvflow/runtime/{path}.py"]):
+            if isinstance(node, ast.ClassDef) and node.name in HUBS_MAX:
+                names = {
+                    item.target.id
+                    for item in node.body
+                    if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+                }
+                names |= {
+                    target.attr
+                    for item in ast.walk(node)
+                    if isinstance(item, ast.Assign | ast.AnnAssign)
+                    for target in (item.targets if isinstance(item, ast.Assign) else [item.target])
+                    if isinstance(target, ast.Attribute) and text_of(target.value) == "self"
+                }
+                assert 0 < len(names) <= HUBS_MAX[node.name], f"{node.name}: {sorted(names)}"
+
+
+def test_the_seam_to_the_parts_has_types() -> None:
+    """The core reaches parts by the attributes of `optional`: nothing else imports a part, and nothing there is Any."""
+    by_name = {
+        path
+        for path, tree in SOURCES.items()
+        if ring_of(path) == "core"
+        for name, _ in calls(tree)
+        if name == "import_part"
+    }
+    assert by_name == {"kvflow/parts.py", "kvflow/runtime/optional.py"}
+    for path in ("optional", "part", "rank"):
+        tree = SOURCES[f"kvflow/runtime/{path}.py"]
+        found = {
+            ast.unparse(node)
+            for node in nodes(tree)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            if "Any" in text_of_annotations(node)
+        }
+        assert found == set(), path
+
+
+def ring_of(path: str) -> str:
+    return RING_OF[part_of(path)]
+
+
+def text_of_annotations(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    annotations = [one.annotation for one in given if one.annotation is not None]
+    return " ".join(ast.unparse(one) for one in [*annotations, *([node.returns] if node.returns else [])])
+
+
+def test_tables_of_rules_name_what_exists() -> None:
+    """An entry that names no file protects nothing."""
+    tables: list[Iterable[str]] = [ALSO_PURE, COMPARED_WITH_KVFLOW, LOOKING_AGAIN, LOGGERS_AS_A_WHOLE, SLEEPING_TESTS]
+    tables += [HASHES_OF_SECRETS, SHORT_BOUNDS]
+    assert [path for table in tables for path in table if not (ROOT / path).is_file()] == []
+    assert [name for name in RING_OF if name and not list(PACKAGE.glob(f"{name}*"))] == []
 
 
 def test_core_is_pure() -> None:

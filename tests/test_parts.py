@@ -107,7 +107,7 @@ async def test_a_load_that_is_verified_needs_verify_and_others_do_not(monkeypatc
 async def test_a_producer_without_verify_refuses_digests(monkeypatch: pytest.MonkeyPatch) -> None:
     async with inproc_pair() as pair:
         lease, consumer = pair.offer([3]), pair.consumer.runtime
-        consumer._supervisor.require_cache().part("verify", "the reader has it")
+        consumer._supervisor.require_host().optional.verify("the reader has it")
         monkeypatch.setattr(parts, "PARTS", {})
         with pytest.raises(PeerRefused, match=r"a question for digests needs kvflow\.verify"):
             await consumer.load_blocks(LoadRequest("req", lease.ticket, [0], verify=True))
@@ -160,7 +160,7 @@ async def test_a_lease_that_grows_and_a_load_of_one_need_growing(monkeypatch: py
             await consumer.load_blocks(LoadRequest("req", rendezvous, [0]))
         lease.revoke()
         await lease
-        producer._supervisor.require_cache().serving._growing = None
+        producer._supervisor.require_host().serving._growth = None
         for request in (grows, ServeRequest("req", [3], num_tokens=4, payload=True)):
             with pytest.raises(RequestError, match=needs.format("lease that grows")):
                 producer.serve_blocks(request)

@@ -6,6 +6,7 @@ In each engine, one rank asks on behalf of all ranks.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass, field
 
 from kvflow.connector.parameters import runtime_id_of
@@ -14,7 +15,6 @@ from kvflow.connector.step import Question
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError
 from kvflow.logs import logger_of
-from kvflow.prefix.keys import KEY_BYTES
 from kvflow.prefix.kv_events import EventSource, PrefixMap, Subscriber
 from kvflow.prefix.prefix_requests import PEERS_MAX, PrefixOffer, PrefixRequest
 from kvflow.prefix.prefixes import Prefixes
@@ -75,15 +75,13 @@ class PrefixPeers:
         best_count = min(sum(offer.num_tokens == most for offer in offers), TICKETS_MAX)
         return PrefixOutcome.FOUND, tickets[:best_count], tickets[best_count:]
 
-    async def connect_peers(self, within_s: float) -> None:
-        """Connect this rank to `known_peers`. Return when all are connected, after `within_s` seconds at the latest.
+    async def connect_peers(self) -> None:
+        """Connect this rank to `known_peers`, for at most Config.handshake_timeout_s.
 
         If a peer is not reached in time, the first question to that peer connects to it.
         """
-        peers, nothing = self.known_peers[:PEERS_MAX], (bytes(KEY_BYTES),)
-        await self._seek(
-            PrefixRequest("connect-peers", nothing, 1, block_ids=(), peers=peers, answer_within_s=within_s)
-        )
+        with contextlib.suppress(KVFlowError):  # the runtime closes
+            await self.prefixes.connect(self.known_peers[:PEERS_MAX])
 
     async def follow_events(self) -> None:
         """Receive the KV events of the sources in `events` until this task is cancelled."""

@@ -523,7 +523,7 @@ class ConnectorWorker:
     # --- prefixes
 
     async def _connect_peers(self, runtime: Runtime, peers: PrefixPeers, follow_events: bool) -> None:
-        self._spawn(peers.connect_peers(runtime.config.handshake_timeout_s))
+        self._spawn(peers.connect_peers())
         if follow_events and peers.events:
             self._spawn(peers.follow_events())
 

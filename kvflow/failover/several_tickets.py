@@ -30,12 +30,12 @@ from kvflow.errors import (
     TransferFailed,
 )
 from kvflow.logs import logger_of
-from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.clock import Alarm
 from kvflow.runtime.load.load import Load, LoadPerformer
 from kvflow.runtime.load.plan import check_against_ticket
 from kvflow.runtime.load.requests import LoadReport, Verification
-from kvflow.runtime.load.steps import perform
+from kvflow.runtime.optional import Failover
+from kvflow.runtime.part import PartHost
 from kvflow.runtime.records import LOADED, Attempt
 
 logger = logger_of(__name__)
@@ -47,16 +47,27 @@ _TRY_NEXT_ON = (PeerError, LeaseExpired, PrefillFailed, TransferFailed, Checksum
 _LEASE_ENDED_ERRORS = (LeaseExpired, PrefillFailed)
 
 
-def performer(cache: RegisteredCache, tickets: Sequence[Ticket]) -> LoadPerformer:
-    """Return a function that performs a load from the producers of `tickets`, one after the other."""
-    return lambda load: Attempts(cache, tickets, load).perform()
+def begin(host: PartHost) -> Failover:
+    """Return what performs loads of several tickets into the registered cache of `host`."""
+    return LoadsOfSeveralTickets(host)
+
+
+class LoadsOfSeveralTickets:
+    """Performs loads of several tickets into one registered cache (`runtime.optional.Failover`)."""
+
+    def __init__(self, host: PartHost) -> None:
+        self._host = host
+
+    def performer(self, tickets: Sequence[Ticket]) -> LoadPerformer:
+        """Return a function that performs a load from the producers of `tickets`, one after the other."""
+        return lambda load: Attempts(self._host, tickets, load).perform()
 
 
 class Attempts:
     """One load with several tickets: reads from one producer after the other, until one has delivered the prompt."""
 
-    def __init__(self, cache: RegisteredCache, tickets: Sequence[Ticket], load: Load) -> None:
-        self._cache = cache
+    def __init__(self, host: PartHost, tickets: Sequence[Ticket], load: Load) -> None:
+        self._host = host
         self._load = load
         self._first_ticket = tickets[0]
         self._waiting_tickets = list(tickets)
@@ -67,7 +78,7 @@ class Attempts:
         self._reading = False
         self._again_calls = 0
         self._attempts: list[Attempt] = []
-        self._begun_s = cache.clock.now_s()
+        self._begun_s = host.context.clock.now_s()
         self._renewals = contextlib.ExitStack()
         """Context managers that renew waiting tickets' leases; `_renew_waiting` adds them if the load takes long."""
         load.attempts = self._attempts
@@ -77,9 +88,9 @@ class Attempts:
 
         If this raises, all posted reads have stopped, or the load's blocks are quarantined.
         """
-        ledger, load = self._cache.ledger, self._load
+        ledger, load = self._host.resources.ledger, self._load
         ledger.claim_for_sources(load.entries)
-        alarm = Alarm(self._cache.clock, self._renew_waiting)
+        alarm = Alarm(self._host.context.clock, self._renew_waiting)
         if self._waiting_tickets:
             alarm.set(self._begun_s + _RENEW_AFTER * min(one.ttl_s for one in self._waiting_tickets))
         try:
@@ -92,7 +103,7 @@ class Attempts:
                 self._note_attempt(ENDED)
             if not load.request.keep_offer and (load.flight is None or load.flight.safe):
                 for ticket in self._from_again:
-                    self._cache.remote_leases.release_soon(ticket)
+                    self._host.leases.release_soon(ticket)
             raise
         finally:
             alarm.set(math.inf)
@@ -105,7 +116,7 @@ class Attempts:
         If that producer failed and another one can be read, return None. Raise an error that ends the load.
         """
         self._load.ticket = self._next_ticket()
-        self._begun_s, self._reading = self._cache.clock.now_s(), True
+        self._begun_s, self._reading = self._host.context.clock.now_s(), True
         try:
             report = await self._perform_attempt()
         except _TRY_NEXT_ON as problem:
@@ -122,7 +133,7 @@ class Attempts:
 
     def _next_ticket(self) -> Ticket:
         """Remove and return the first waiting ticket without a rank in back-off; if there is none, the first ticket."""
-        ticket = min(self._waiting_tickets, key=self._cache.peers.in_back_off)
+        ticket = min(self._waiting_tickets, key=self._host.peers.in_back_off)
         self._waiting_tickets.remove(ticket)
         return ticket
 
@@ -133,13 +144,12 @@ class Attempts:
         """
         load, what = self._load, f"request {self._load.request_id!r}"
         if load.ticket.awaited:
-            await self._cache.part("growing", f"{what}: a load with a pending ticket").pending_tickets.await_offer_of(
-                load
-            )
+            growing = self._host.optional.growing(f"{what}: a load with a pending ticket")
+            await growing.pending_tickets.await_offer_of(load)
         check_same_prompt(self._first_ticket, load.ticket, what)
         if self._first_ticket.awaited:
             self._first_ticket = load.ticket
-        return await perform(self._cache, load)
+        return await self._host.steps.perform(load)
 
     async def _prepare_next(self, error: KVFlowError) -> None:
         """Wait until no byte from the failed producer can land, then reset the load for the next producer.
@@ -162,7 +172,7 @@ class Attempts:
             last.address,
             last.error,
         )
-        self._cache.remote_leases.stop_renewing(load)
+        self._host.leases.stop_renewing(load)
         load.end_phases()
         if load.lease_questions is not None:
             load.lease_questions.close()
@@ -175,7 +185,7 @@ class Attempts:
 
         If there is no `again`, if `again` was awaited `again_max` times already, or if it returns None, raise `error`.
         """
-        request, cache, what = self._load.request, self._cache, f"request {self._load.request_id!r}"
+        request, what = self._load.request, f"request {self._load.request_id!r}"
         given = None
         if request.again is not None and self._again_calls < request.again_max:
             self._again_calls += 1
@@ -194,12 +204,12 @@ class Attempts:
                 error.add_note(f"before that, {other.engine_id!r} at {other.address}: {other.outcome}: {other.error}")
             raise error
         try:
-            ticket = cache.resolver.read_ticket(given)
+            ticket = self._host.resolver.read_ticket(given)
         except RequestError as problem:
             raise RequestError(f"{what}: again: {problem}") from problem
         self._from_again.append(ticket)
         check_same_prompt(self._first_ticket, ticket, what)
-        check_against_ticket(cache.local.groups, request, ticket, self._load.tables)
+        check_against_ticket(self._host.context.local.groups, request, ticket, self._load.tables)
         self._waiting_tickets.append(ticket)
 
     def _note_attempt(self, outcome: str, error: str = "") -> None:
@@ -213,7 +223,7 @@ class Attempts:
                 outcome=outcome,
                 error=error,
                 bytes=flight.size_bytes if flight is not None else 0,
-                seconds=self._cache.clock.now_s() - self._begun_s,
+                seconds=self._host.context.clock.now_s() - self._begun_s,
             )
         )
 
@@ -225,10 +235,10 @@ class Attempts:
         """
         if not self._load.request.keep_offer:
             for ticket in (*self._to_release, *self._waiting_tickets):
-                self._cache.remote_leases.release_soon(ticket)
+                self._host.leases.release_soon(ticket)
 
     def _renew_waiting(self) -> None:
         """Callback of a timer, when the load takes long: begin to renew the leases of the tickets not used yet."""
         with contextlib.suppress(KVFlowError):  # the runtime closes
             for ticket in self._waiting_tickets:
-                self._renewals.enter_context(self._cache.remote_leases.renewing(ticket))
+                self._renewals.enter_context(self._host.leases.renewing(ticket))

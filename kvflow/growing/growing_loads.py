@@ -20,13 +20,14 @@ from kvflow.errors import COMPUTE
 from kvflow.growing.growing_leases import GrowingLeases
 from kvflow.growing.lease_questions import FollowedLease, LeaseQuestions
 from kvflow.growing.pending_tickets import PendingTickets
-from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.clock import Alarm
 from kvflow.runtime.load.flight import CopyGroup, Flight
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.plan import MatchedChunks, Plan
+from kvflow.runtime.load.reads import direct_reads
 from kvflow.runtime.load.spans import STOP_TOKEN, DirectSpans, PromptSpan, SpanPlanner, SpanQueue
-from kvflow.runtime.load.steps import buffered_part, direct_reads
+from kvflow.runtime.optional import Growing
+from kvflow.runtime.part import PartHost
 from kvflow.runtime.peers.peer import Source
 
 __all__ = ["GrowingLeases", "GrowingLoads", "begin"]
@@ -39,18 +40,20 @@ _GOLDEN = 0.618  # the fractional parts of its multiples are spread evenly
 _SPEED_SHARE = 0.25  # weight of a new measurement in the average
 
 
-def begin(cache: RegisteredCache) -> GrowingLoads:
-    """Return the object that reads growing leases into the registered cache `cache`."""
-    return GrowingLoads(cache)
+def begin(host: PartHost) -> Growing:
+    """Return the object that reads growing leases into the registered cache of `host`."""
+    return GrowingLoads(host)
 
 
 class GrowingLoads:
     """Reads growing leases into one registered cache."""
 
-    def __init__(self, cache: RegisteredCache) -> None:
-        self.pending_tickets = PendingTickets(cache)
-        self.clock = cache.clock
-        self.cache = cache
+    def __init__(self, host: PartHost) -> None:
+        self.pending_tickets = PendingTickets(host)
+        self.clock = host.context.clock
+        self.limits = host.context.config.limits
+        self.check_tensors = host.resources.ledger.check_tensors
+        self._host = host
         self.loads_begun = 0
 
     def ask_about_leases(self, load: Load, sources: Sequence[Source], matched: MatchedChunks) -> None:
@@ -60,15 +63,15 @@ class GrowingLoads:
         ids (`Plan.matched`); once an answer has the id at such a position, the id is written to the load's chunk. Raise
         RuntimeUnavailable if the runtime is closed.
         """
-        load.lease_questions = LeaseQuestions(load, sources, self.cache)
-        for one in load.lease_questions.followed:
+        load.lease_questions = questions = LeaseQuestions(load, sources, self._host)
+        for one in questions.followed:
             if one.source in load.sources:
                 one.fill_chunks(matched)
 
     async def read_growing(self, load: Load, flight: Flight, plan: Plan) -> bool:
         """Read the load's blocks while they are being computed. Return True if the leases covered the whole read."""
         self.loads_begun += 1
-        spans = buffered_part(self.cache, load, plan) or DirectSpans(self.cache)
+        spans = self._host.steps.staging_for(load, plan) or DirectSpans(self.limits)
         read = _GrowingRead(self, spans, load, flight, plan.matched)
         try:
             return await flight.read_groups(read.copy_groups())
@@ -104,7 +107,7 @@ class _GrowingRead:
 
     def close(self) -> None:
         """Ignore later answers of ranks, and stop the timer that fetches seals."""
-        if self._load.lease_questions is not None:
+        if isinstance(self._load.lease_questions, LeaseQuestions):
             self._load.lease_questions.on_answer = None
         self._alarm.set(math.inf)
 
@@ -126,7 +129,7 @@ class _GrowingRead:
             readable = {source: self._readable_tokens(source) for source in sources}
             if untouched and min(readable.values()) >= self._tokens:
                 self._leave_compute()
-                for read in direct_reads(self._growing.cache, sources, None):
+                for read in direct_reads(self._growing.limits, sources, None):
                     yield CopyGroup((read,))
                 return
             due = self._queues_to_read(queues, readable)
@@ -146,7 +149,7 @@ class _GrowingRead:
 
         LayoutError if a tensor of the cache has moved since then.
         """
-        self._growing.cache.ledger.check_tensors()
+        self._growing.check_tensors()
         if self._load.phase == COMPUTE:
             self._load.enter_phase("wire")
 
@@ -200,7 +203,7 @@ class _GrowingRead:
         small reads.
         """
         speed = sum(self._speeds.get(source, 0.0) for source in sources)
-        return min(max(int(speed * _WORTH_S), _WORTH_LEAST_BYTES), self._growing.cache.config.limits.slice_bytes_max)
+        return min(max(int(speed * _WORTH_S), _WORTH_LEAST_BYTES), self._growing.limits.slice_bytes_max)
 
     async def _fetch_due_seals(self, frontier: Frontier) -> None:
         """Post a fetch of each seal that is due, unless a fetch of the same seal is under way.
@@ -269,7 +272,7 @@ class _GrowingRead:
     def _listen_for_answers(self) -> None:
         """If the load asks ranks about leases, register `_on_answer`, and ask for an answer at the first new token."""
         news = self._load.lease_questions
-        if news is None:
+        if not isinstance(news, LeaseQuestions):
             return
         news.on_answer = self._on_answer
         for one in news.followed:

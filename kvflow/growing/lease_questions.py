@@ -21,9 +21,9 @@ from kvflow.core.protocol import messages
 from kvflow.core.protocol.messages import LeaseAnswerState
 from kvflow.errors import KVFlowError, PeerError, ProtocolError, RequestError
 from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX
-from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.plan import MatchedChunks, remote_tables
+from kvflow.runtime.part import PartHost
 from kvflow.runtime.peers.peer import Source, peer_text
 
 _PAUSE_S = 0.1  # after an answer without new blocks, unless the load waits for more tokens
@@ -150,7 +150,7 @@ class FollowedLease:
 class LeaseQuestions:
     """Asks the ranks of one load about their leases, from the creation of this object until `close`."""
 
-    def __init__(self, load: Load, sources: Sequence[Source], cache: RegisteredCache) -> None:
+    def __init__(self, load: Load, sources: Sequence[Source], host: PartHost) -> None:
         """Start a task for each of `sources`, which asks the source's rank about the lease.
 
         Raise RuntimeUnavailable if the runtime is closed.
@@ -169,9 +169,10 @@ class LeaseQuestions:
         self.on_answer: Callable[[Source], None] | None = None
         """Callback after each answer, with the source of the lease. None unless a growing lease is being read."""
         self._request_id = ticket.request_id
-        self._cache = cache
+        self._host = host
         self._tasks = [
-            cache.spawn(self._ask_until_ended(one), name=f"kvflow-news {self._request_id}") for one in self.followed
+            host.context.spawn(self._ask_until_ended(one), name=f"kvflow-news {self._request_id}")
+            for one in self.followed
         ]
 
     @property
@@ -208,7 +209,7 @@ class LeaseQuestions:
             known = tuple(one.known)
             one.lowered.clear()
             question = messages.LeaseRequest(
-                reader=self._cache.local.reader,
+                reader=self._host.context.local.reader,
                 target=peer.at,
                 request_id=self._request_id,
                 lease_id=one.source.lease.lease_id,
@@ -217,7 +218,7 @@ class LeaseQuestions:
             )
             try:
                 one.asked = True
-                answer = await self._cache.peers.ask_until_answered(peer, question)
+                answer = await self._host.peers.ask_until_answered(peer, question)
                 one.apply_answer(answer)
                 state = answer.state
             except PeerError as error:

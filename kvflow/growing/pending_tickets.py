@@ -35,11 +35,10 @@ from kvflow.errors import (
     RuntimeUnavailable,
 )
 from kvflow.logs import logger_of
-from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.plan import check_awaited_offer
 from kvflow.runtime.load.requests import LoadReport
-from kvflow.runtime.load.steps import perform
+from kvflow.runtime.part import PartHost
 from kvflow.runtime.peers.peer import Peer, Source, check_parallelism, peer_text
 from kvflow.runtime.peers.ticket_resolver import VISITS_AT_ONCE_MAX, lease_from_answer
 
@@ -59,20 +58,20 @@ _RankOffer: TypeAlias = tuple[Address, messages.Offer, RankLease | None]
 class PendingTickets:
     """Waits for the offers of pending tickets. Makes readers that wait at another engine wait at this engine."""
 
-    def __init__(self, cache: RegisteredCache) -> None:
-        self._cache = cache
-        self._peers = cache.peers
-        self._spawn = cache.spawn
-        self._limits = cache.config.limits
-        self._local = cache.local
-        self._resolver = cache.kvflow_resolver
-        self._remote_leases = cache.remote_leases
+    def __init__(self, host: PartHost) -> None:
+        self._steps = host.steps
+        self._peers = host.peers
+        self._spawn = host.context.spawn
+        self._limits = host.context.config.limits
+        self._local = host.context.local
+        self._resolver = host.kvflow_resolver
+        self._remote_leases = host.leases
         self._guessable_logged = False
 
     async def perform(self, load: Load) -> LoadReport:
         """Wait for the offer of the load's pending ticket, then perform the load as usual, and return its report."""
         await self.await_offer_of(load)
-        return await perform(self._cache, load)
+        return await self._steps.perform(load)
 
     async def await_offer_of(self, load: Load) -> None:
         """Wait for the offer of the load's pending ticket, and replace `load.ticket` by a ticket with that offer.

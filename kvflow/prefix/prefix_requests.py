@@ -195,11 +195,11 @@ def _checked_keys(given: object, what: str) -> tuple[bytes, ...]:
     return found
 
 
-def _checked_peers(given: object, what: str) -> tuple[Any, ...]:
+def checked_peers(given: object, what: str) -> tuple[Any, ...]:
     if not isinstance(given, tuple | list) or checks.count(given, what) > PEERS_MAX:
         raise RequestError(f"{what}: expected at most {PEERS_MAX} addresses or tickets, got {checks.short_repr(given)}")
     return tuple(given)
 
 
 PrefixKeys: TypeAlias = Annotated[Sequence[bytes], _checked_keys]
-GivenPeers: TypeAlias = Annotated[Sequence[GivenPeer], _checked_peers]
+GivenPeers: TypeAlias = Annotated[Sequence[GivenPeer], checked_peers]

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 from kvflow import checks
 from kvflow.core.protocol import messages
+from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import UsageError
+from kvflow.errors import RequestError, UsageError
 from kvflow.prefix.load_rates import LoadRates
 from kvflow.prefix.prefix_cache import PrefixCache
 from kvflow.prefix.prefix_requests import (
+    GivenPeer,
     PrefixOffer,
     PrefixReport,
     PrefixRequest,
     PrefixStatistics,
+    checked_peers,
     checked_prefix_request,
 )
 from kvflow.prefix.pull import Pull
@@ -24,11 +27,7 @@ from kvflow.prefix.seek_request import REQUEST_ID_PREFIX, SeekRequest
 from kvflow.prefix.sharing import SharedPrefixes
 from kvflow.runtime.channel.protocol import Answered
 from kvflow.runtime.load.requests import LoadReport
-from kvflow.runtime.part import Ending, Part, PartOwner
-
-if TYPE_CHECKING:
-    from kvflow.runtime.assembly import RegisteredCache
-    from kvflow.runtime.supervisor import Supervisor
+from kvflow.runtime.part import Ending, Part, PartHost, PartOwner, PartRuntime
 
 
 class Prefixes(Part):
@@ -70,13 +69,13 @@ class Prefixes(Part):
                 not in the `parts` of a runtime with a KV cache, or this is not the runtime's loop.
             RuntimeUnavailable: the runtime drains, is closed, or has no KV cache at the moment.
         """
-        registered = self._owner.require("share")
-        engine_id = registered.config.engine_id
-        if registered.config.role == "consumer":
+        host = self._owner.require("share")
+        engine_id = host.context.config.engine_id
+        if host.context.config.role == "consumer":
             raise UsageError(f"share: the role of engine {engine_id!r} is 'consumer'")
         if self._shared is not None and not self._shared.closed:
             raise UsageError(f"share: the cache of engine {engine_id!r} is shared already")
-        self._shared = SharedPrefixes(registered, cache, pinned_blocks_max)
+        self._shared = SharedPrefixes(host, cache, pinned_blocks_max)
         return self._shared
 
     async def seek(self, request: PrefixRequest) -> tuple[PrefixOffer, ...]:
@@ -101,12 +100,36 @@ class Prefixes(Part):
             UsageError: this object is not in the `parts` of a runtime with a KV cache, or this is not the runtime's
                 loop.
         """
-        cache, questions = self._require("seek")
-        checked = checked_prefix_request(request, "seek", cache.config.limits)
+        host, questions = self._require("seek")
+        checked = checked_prefix_request(request, "seek", host.context.config.limits)
         search = await questions.ask(checked, checked.answer_within_s)
         found = search.holders
         search.end(found)
         return tuple(one.offer for one in found)
+
+    async def connect(self, peers: Sequence[GivenPeer], within_s: float | None = None) -> None:
+        """Connect to peers before the first question to them: a handshake takes longer than a question may.
+
+        A peer that cannot be reached is left to the first question to it. Cancelling stops the waiting.
+
+        Args:
+            peers: the peers, in the forms of `PrefixRequest.peers`.
+            within_s: seconds that this call may take; None: Config.handshake_timeout_s.
+
+        Raises:
+            RequestError: `peers` or `within_s` is invalid.
+            RuntimeUnavailable: the runtime drains, is closed, or has no KV cache at the moment.
+            UsageError: this object is not in the `parts` of a runtime with a KV cache, or this is not the runtime's
+                loop.
+        """
+        host, questions = self._require("connect")
+        checked = checked_peers(peers, "connect: peers")
+        for at, peer in enumerate(checked):
+            if not checks.try_call(lambda one=peer: isinstance(one, str | PeerAddress | Ticket | Mapping)):  # type: ignore[misc]
+                got = checks.short_repr(peer)
+                raise RequestError(f"connect: peers[{at}]: expected an address or a ticket, got {got}")
+        wanted_s = host.context.config.handshake_timeout_s if within_s is None else within_s
+        await questions.connect(checked, checks.seconds(wanted_s, "connect: within_s"))
 
     async def pull(self, request: PrefixRequest) -> PrefixReport:
         """Fill local blocks with the longest beginning of a prefix that a peer has in its prefix cache.
@@ -133,9 +156,9 @@ class Prefixes(Part):
             UsageError: this object is not in the `parts` of a runtime with a KV cache, or this is not the runtime's
                 loop.
         """
-        cache, questions = self._require("pull")
-        checked = checked_prefix_request(request, "pull", cache.config.limits)
-        under_way, pull = self._pulls, Pull(cache, self._rates, self._counts, checked)
+        host, questions = self._require("pull")
+        checked = checked_prefix_request(request, "pull", host.context.config.limits)
+        under_way, pull = self._pulls, Pull(host, self._rates, self._counts, checked)
         under_way.add(pull)
         try:
             return await pull.run(questions)
@@ -168,10 +191,10 @@ class Prefixes(Part):
         sharing = None if self._shared is None or self._shared.closed else self._shared.statistics
         return PrefixStatistics(open_requests=len(self._pulls), sharing=sharing, **self._counts)
 
-    async def registered(self, runtime: Supervisor, cache: RegisteredCache) -> None:
+    async def registered(self, runtime: PartRuntime, host: PartHost) -> None:
         """Only for the runtime: prepare for a newly registered KV cache, as `Part.registered` says."""
         self._owner.begin(runtime)
-        self._questions, self._shared = PrefixQuestions(cache, self._rates), None
+        self._questions, self._shared = PrefixQuestions(host, self._rates), None
         self._pulls = set()
         self._counts = dict.fromkeys(("pulls", "hits", "tokens", "bytes", "failed_sources", "declined"), 0)
 
@@ -203,10 +226,10 @@ class Prefixes(Part):
         self._questions = self._shared = None  # the engine's prefix cache may refer to tensors
         return ""
 
-    def _require(self, what: str) -> tuple[RegisteredCache, PrefixQuestions]:
-        cache = self._owner.require(what)
+    def _require(self, what: str) -> tuple[PartHost, PrefixQuestions]:
+        host = self._owner.require(what)
         assert self._questions is not None, "it is registered with the cache"
-        return cache, self._questions
+        return host, self._questions
 
     def _answer(self, question: SeekRequest) -> Answered:
         if self._shared is None or not self._owner.open:

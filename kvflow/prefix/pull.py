@@ -26,28 +26,26 @@ from kvflow.runtime.load.requests import TICKETS_MAX, LoadReport, LoadRequest
 from kvflow.runtime.records import LOADED
 
 if TYPE_CHECKING:
-    from kvflow.runtime.assembly import RegisteredCache
+    from kvflow.runtime.part import PartHost
 
 
 class Pull:
     """One call of `Prefixes.pull`."""
 
-    def __init__(
-        self, cache: RegisteredCache, rates: LoadRates, counts: dict[str, int], request: PrefixRequest
-    ) -> None:
+    def __init__(self, host: PartHost, rates: LoadRates, counts: dict[str, int], request: PrefixRequest) -> None:
         """Prepare a pull of `request`, a result of `checked_prefix_request`.
 
         Raise RequestError if the request's blocks do not fit its tokens.
         `counts`: counts of `PrefixStatistics` by field name, which the pull increases.
         """
-        self._groups = cache.local.groups
-        self._loader = cache.loader
-        self._remote_leases = cache.remote_leases
+        self._groups = host.context.local.groups
+        self._loader = host.loader
+        self._remote_leases = host.leases
         self._rates, self._counts = rates, counts
-        self._tables = cache.loader.tables_of(request.block_ids, request.request_id)
+        self._tables = host.loader.tables_of(request.block_ids, request.request_id)
         check_blocks(request, self._groups, self._tables)
         self._request = request
-        deadline_s = cache.config.load_deadline_s if request.deadline_s is None else request.deadline_s
+        deadline_s = host.context.config.load_deadline_s if request.deadline_s is None else request.deadline_s
         self._answer_within_s = min(request.answer_within_s, deadline_s)
         now_s = asyncio.get_running_loop().time()
         self._deadline_at_s, self._answers_until_s = now_s + deadline_s, now_s + self._answer_within_s

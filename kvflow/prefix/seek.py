@@ -7,8 +7,9 @@ released.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -33,7 +34,7 @@ from kvflow.runtime.peers.peer import Connection, peer_text
 from kvflow.runtime.peers.ticket_resolver import lease_from_answer
 
 if TYPE_CHECKING:
-    from kvflow.runtime.assembly import RegisteredCache
+    from kvflow.runtime.part import PartHost
 
 _ADDRESSES_MAX = 1 << 10
 
@@ -57,13 +58,14 @@ _RankOffer: TypeAlias = tuple[Address, messages.Offer, RankLease]
 class PrefixQuestions:
     """Asks other engines for prefixes that can be read into one registered KV cache."""
 
-    def __init__(self, cache: RegisteredCache, rates: LoadRates) -> None:
-        self._cache = cache
-        self._local = cache.local
-        self._token_bytes = token_size_bytes(cache.local)
-        self._resolver = cache.kvflow_resolver
-        self._peers = cache.peers
-        self._remote_leases = cache.remote_leases
+    def __init__(self, host: PartHost, rates: LoadRates) -> None:
+        self._context = host.context
+        self._local = host.context.local
+        self._token_bytes = token_size_bytes(host.context.local)
+        self._resolver = host.kvflow_resolver
+        self._peers = host.peers
+        self._remote_leases = host.leases
+        self._side_channel = host.side_channel
         self._rates = rates
         self._tasks: set[asyncio.Task[None]] = set()
         self._addresses: BoundedMap[str, PeerAddress] = BoundedMap(_ADDRESSES_MAX)
@@ -86,7 +88,7 @@ class PrefixQuestions:
         A peer is skipped if it has left an earlier question unanswered for longer than `within_s`, and for longer than
         the seconds that were allowed for that question.
         """
-        loop, question_id = asyncio.get_running_loop(), self._cache.token_hex(16)
+        loop, question_id = asyncio.get_running_loop(), self._context.token_hex(16)
         begun_s, most = loop.time(), float(len(request.keys) * request.key_tokens)
         peers = {_peer_name(peer): peer for peer in request.peers}
         search = Search(peers, self._remote_leases.release_soon)
@@ -97,7 +99,7 @@ class PrefixQuestions:
                     search.set_reason(given, given, "it has not answered an earlier question yet")
                     continue
                 body = self._ask_peer(search, given, peer, request, question_id)
-                task = self._cache.spawn(body, name=f"kvflow-seek {request.request_id}")
+                task = self._context.spawn(body, name=f"kvflow-seek {request.request_id}")
                 search.tasks.append(task)
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
@@ -113,6 +115,19 @@ class PrefixQuestions:
         search.sort(int(question_id[:8], 16))
         return search
 
+    async def connect(self, peers: Iterable[GivenPeer], within_s: float) -> None:
+        """Connect to the ranks of `peers` that questions will ask, all at once, for at most `within_s` seconds.
+
+        A peer that cannot be reached is left to the first question to it.
+        """
+
+        async def one(peer: GivenPeer) -> None:
+            with contextlib.suppress(KVFlowError, TimeoutError):
+                async with asyncio.timeout(within_s):
+                    await self._find_ranks(peer, every_rank=False)
+
+        await asyncio.gather(*map(one, peers))
+
     async def _ask_peer(
         self, search: Search, given: str, peer: GivenPeer, request: PrefixRequest, question_id: str
     ) -> None:
@@ -123,7 +138,7 @@ class PrefixQuestions:
         """
         name, answer = given, None
         try:
-            engine = await self._find_ranks(peer, request)
+            engine = await self._find_ranks(peer, every_rank=request.every_rank)
             name = self._peers.get(engine.asked_ranks[0]).label
             search.set_reason(given, name)
             answer = await self._ask_engine(engine, name, request, question_id)
@@ -167,7 +182,7 @@ class PrefixQuestions:
         offers = [reply for reply in replies if isinstance(reply, tuple)]
         problem = next((reply for reply in replies if isinstance(reply, BaseException)), None)
         engine = await self._reconnect(engine, offers)
-        ticket = _join_offers(engine, question_id, offers, self._cache.config.limits.block_ids_max)
+        ticket = _join_offers(engine, question_id, offers, self._context.config.limits.block_ids_max)
         if len(offers) < len(ranks) or ticket is None or ticket.num_tokens <= request.cached_tokens:
             if ticket is not None:
                 self._remote_leases.release_soon(ticket)
@@ -216,21 +231,21 @@ class PrefixQuestions:
                 ticket, peer, peer.connection, lease, lease.block_tables or ticket.block_tables
             )
 
-    async def _find_ranks(self, peer: GivenPeer, request: PrefixRequest) -> _Engine:
+    async def _find_ranks(self, peer: GivenPeer, *, every_rank: bool) -> _Engine:
         """Connect to an engine, and find the ranks to ask. If that fails, or there are none, raise a KVFlowError."""
         if isinstance(peer, str):
             peer = self._addresses.get(peer) or await self._identify(peer)
         fixed = isinstance(peer, PeerAddress)
         if isinstance(peer, PeerAddress):
-            ranks = await self._resolver.ranks_at(peer, every_rank=request.every_rank)
+            ranks = await self._resolver.ranks_at(peer, every_rank=every_rank)
         else:
             ticket = self._resolver.read_ticket(peer)
             await self._resolver.check_compatible(ticket)
             ranks, fixed = self._resolver.addresses_of(ticket), ticket.fixed_ports
-            if request.every_rank:
+            if every_rank:
                 every = ticket.parallelism.ranks(ticket.dp_rank)
                 ranks = [Address(ticket.engine_id, rank, ticket.address_of(rank)) for rank in every]
-        if request.every_rank:
+        if every_rank:
             return _Engine(ranks, [], await self._peers.connect(self._peers.get(ranks[0]), None), fixed)
         wanted, others = list[Address](), list[RankLease]()
         for at in ranks:
@@ -252,7 +267,7 @@ class PrefixQuestions:
         nobody = Address("unknown", Rank(0, 0, 0), address)
         question = messages.MetadataRequest(reader=self._local.reader, target=nobody)
         fingerprint = self._local.compatibility.fingerprint()
-        reply = await self._cache.side_channel.ask(question, fingerprint=fingerprint)
+        reply = await self._side_channel.ask(question, fingerprint=fingerprint)
         known = reply.listens if isinstance(reply, messages.Refusal) else None
         if known is None:
             said = reply.reason if isinstance(reply, messages.Refusal) else f"a {type(reply).__name__}"

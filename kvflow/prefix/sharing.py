@@ -29,7 +29,7 @@ from kvflow.runtime.producer.lease import OpenLease, ServeRequest
 from kvflow.runtime.tasks import require_loop
 
 if TYPE_CHECKING:
-    from kvflow.runtime.assembly import RegisteredCache
+    from kvflow.runtime.part import PartHost
 
 logger = logger_of(__name__)
 
@@ -43,25 +43,25 @@ _PINNED_BLOCKS_DIVISOR = 4
 class SharedPrefixes:
     """Handle, returned by `Prefixes.share`, of a prefix cache that is shared with peers until `close`."""
 
-    def __init__(self, registered: RegisteredCache, cache: PrefixCache, pinned_blocks_max: int | None) -> None:
+    def __init__(self, host: PartHost, cache: PrefixCache, pinned_blocks_max: int | None) -> None:
         """Share the prefix cache `cache` with peers.
 
-        Raise UsageError if `cache` is no PrefixCache, or if `pinned_blocks_max` is below 1 or no integer. `registered`:
+        Raise UsageError if `cache` is no PrefixCache, or if `pinned_blocks_max` is below 1 or no integer. `host`: has
         the registered KV cache with the blocks of `cache`.
         """
         if not checks.try_call(lambda: isinstance(cache, PrefixCache)):
             raise UsageError(f"share: expected a PrefixCache, with match and unpin, got {checks.short_repr(cache)}")
-        num_blocks = registered.ledger.counts().total
+        num_blocks = host.resources.ledger.counts().total
         most = max(num_blocks // _PINNED_BLOCKS_DIVISOR, 1)
         if pinned_blocks_max is not None:
             most = checks.whole(pinned_blocks_max, "share: pinned_blocks_max", least=1, error=UsageError)
-        self._ttl_s = min(_TTL_S, registered.config.lease_ttl_s)
+        self._ttl_s = min(_TTL_S, host.context.config.lease_ttl_s)
         self._loop = asyncio.get_running_loop()
-        self._serving = registered.serving
+        self._serving = host.serving
         self._cache = cache
         self._pinned_blocks_max = most
-        self._groups = registered.local.groups
-        self._token_bytes = token_size_bytes(registered.local)
+        self._groups = host.context.local.groups
+        self._token_bytes = token_size_bytes(host.context.local)
         self._pins: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
         """Number of leases that pin each block. The blocks of all groups are numbered in one sequence."""
         self._pinned_blocks = self._leased_tokens = 0

@@ -15,7 +15,8 @@ from typing import TypeVar
 from kvflow.core.cache.regions import Device
 from kvflow.core.policy.events import DeviceEvent, OnEnd, Watch, Watches
 from kvflow.errors import ConfigError
-from kvflow.transport.device.cache_device import CacheDevice, make_device
+from kvflow.transport.device.cache_device import CacheDevice
+from kvflow.transport.device.opening import make_device
 from kvflow.transport.owner_thread import OwnerThread
 
 T = TypeVar("T")
@@ -37,7 +38,7 @@ class CopyThread:
     def __init__(self, name: str, make_device: Callable[[Device], CacheDevice] | None = None) -> None:
         """Make the object; the first copy or event starts the thread `name`.
 
-        `make_device`: for tests, called instead of `cache_device.make_device`.
+        `make_device`: for tests, called instead of `opening.make_device`.
         """
         self._name = name
         self._make_device = make_device

@@ -13,11 +13,11 @@ import numpy as np
 
 from kvflow.core.cache.groups import CacheGroup, LayerSet
 from kvflow.core.cache.layout import CacheLayout
+from kvflow.core.cache.regions import HOST
 from kvflow.core.cache.state import StateLayout
 from kvflow.core.cache.tensors import KVCaches, TensorAddresses
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.policy.queue import FairQueue, Permit, PermitState
-from kvflow.core.protocol.proof import HOST
 from kvflow.transport.device.cache_device import CacheDevice
 
 
@@ -127,8 +127,15 @@ class RankMemory:
     """Layers that peers read: the layers of the cache or, with host staging, of the host blocks."""
     addresses: TensorAddresses
     """The tensors of `own_layers` and `served_layers`, which must not move while they are registered."""
+    scratch: str
+    """How loads use scratch memory for small pieces: "auto", "always" or "never", as `Config.scratch`."""
+    pools: list[Pool] = field(init=False)
+    """The pool of host blocks of each group and, once scratch memory is in use, the pool of scratch buffers."""
     views: WeakSet[object] = field(default_factory=WeakSet)
     """Other objects that hold tensors of the cache, or views of these."""
+
+    def __post_init__(self) -> None:
+        self.pools = [blocks.pool for blocks in self.staging]
 
     def release(self) -> None:
         """Drop all tensors, so that the engine frees them by dropping its own. Called when nothing uses the cache."""

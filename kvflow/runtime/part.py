@@ -10,19 +10,60 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+from kvflow.core.protocol import messages
 from kvflow.errors import ConfigError, UsageError
+from kvflow.runtime.channel.protocol import Answered, SideChannel
+from kvflow.runtime.load.flight_resources import FlightResources
+from kvflow.runtime.load.leases import RemoteLeases
+from kvflow.runtime.load.loader import Loader
+from kvflow.runtime.load.steps import LoadSteps
+from kvflow.runtime.memory import RankMemory
+from kvflow.runtime.optional import OptionalParts
+from kvflow.runtime.peers.handshake import Handshakes
+from kvflow.runtime.peers.peer import Resolver
+from kvflow.runtime.peers.table import HandshakeClient, Peers
+from kvflow.runtime.peers.ticket_resolver import TicketResolver
+from kvflow.runtime.producer.serving import Serving
+from kvflow.runtime.rank import RankContext
 from kvflow.runtime.statistics import PartStatistics, RuntimeState
+from kvflow.transport.base import Transport
 
-if TYPE_CHECKING:
-    from kvflow.core.protocol import messages
-    from kvflow.runtime.assembly import RegisteredCache
-    from kvflow.runtime.channel.protocol import Answered
-    from kvflow.runtime.peers.handshake import Handshakes
-    from kvflow.runtime.peers.peer import Resolver
-    from kvflow.runtime.peers.table import HandshakeClient
-    from kvflow.runtime.supervisor import Supervisor
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartHost:
+    """The objects of one registered cache that a part (an optional feature) may use. They end before the part does."""
+
+    context: RankContext
+    peers: Peers
+    resolver: Resolver
+    """Resolves any ticket, also of stock peers (vLLM's NixlConnector)."""
+    kvflow_resolver: TicketResolver
+    """Resolves the tickets of kvflow engines."""
+    leases: RemoteLeases
+    loader: Loader
+    steps: LoadSteps
+    serving: Serving
+    memory: RankMemory
+    resources: FlightResources
+    """What flights share. Has the block ledger and the copy thread, too."""
+    transport: Transport
+    side_channel: SideChannel
+    optional: OptionalParts
+
+
+class PartRuntime(Protocol):
+    """What a part sees of its runtime: whether the part may be called now."""
+
+    state: RuntimeState
+
+    def require(self, what: str, *, new_work: bool) -> None:
+        """Raise an error, which names the call `what`, unless the runtime is running and belongs to this event loop."""
+
+    def require_host(self) -> PartHost:
+        """Return the objects of the registered cache. CacheUnregistered or UsageError if there is none now."""
 
 
 class Ending(enum.Enum):
@@ -40,7 +81,8 @@ class Part:
     """An optional feature of a runtime: `Runtime(config, parts=[...])`. Users call the methods of its subclass.
 
     A part belongs to one runtime at a time. The runtime calls the methods below on its loop: `registered` first, and
-    the others only after `registered` has returned. The core calls no other method, and parts do not use each other.
+    the others only after `registered` has returned. The core calls no other method. Which parts need which is on
+    docs/architecture.md.
     Override only the methods that the part needs. If `end`, `drained` or `release` fails, or `release` takes too long,
     all other parts are still ended and released, and then RuntimeBroken is raised.
     """
@@ -51,12 +93,12 @@ class Part:
     """Functions that answer peers' requests to this part, by type of request. They must not wait. The side channel
     decodes only these types of requests and those of the core."""
 
-    async def registered(self, runtime: Supervisor, cache: RegisteredCache) -> None:
+    async def registered(self, runtime: PartRuntime, host: PartHost) -> None:
         """Begin to work with a cache that is being registered. If cancelled, the part must not use the cache.
 
         Args:
             runtime: the runtime of the part.
-            cache: the cache, its memory, and the objects that its loads and leases share.
+            host: the memory of the cache, and the objects that its loads and leases share.
 
         Raises:
             ConfigError: this part cannot work with the cache.
@@ -95,21 +137,21 @@ class PartOwner:
 
     def __init__(self, part: Part) -> None:
         self._part = part
-        self._runtime: Supervisor | None = None
+        self._runtime: PartRuntime | None = None
 
     @property
     def open(self) -> bool:
         return self._runtime is not None and self._runtime.state is RuntimeState.OPEN
 
-    def begin(self, runtime: Supervisor) -> None:
+    def begin(self, runtime: PartRuntime) -> None:
         """Remember `runtime` as the part's runtime. ConfigError if the part has another runtime that is not closed."""
         before = self._runtime
         if before not in (None, runtime) and before.state is not RuntimeState.CLOSED:
             raise ConfigError(f"{self._part!r}: it is a part of another runtime, {before}")
         self._runtime = runtime
 
-    def require(self, what: str, *, new_work: bool = True) -> RegisteredCache:
-        """Return the registered cache of the part's runtime, or raise if the part may not be called now.
+    def require(self, what: str, *, new_work: bool = True) -> PartHost:
+        """Return the objects of the registered cache of the part's runtime, or raise if the part may not be called now.
 
         `what`: name of the called method, for the error. `new_work`: the call begins new work, which a draining runtime
         refuses. UsageError if no runtime has registered a cache with the part, or if called on another loop.
@@ -117,7 +159,7 @@ class PartOwner:
         if self._runtime is None:
             raise UsageError(f"{what}: {self._part!r}: no runtime has registered a KV cache with this part")
         self._runtime.require(what, new_work=new_work)
-        return self._runtime.require_cache()
+        return self._runtime.require_host()
 
 
 class StockReaderService(Protocol):
@@ -133,15 +175,15 @@ class StockReaderService(Protocol):
 class StockPart(Part):
     """Base of the part that serves and reads stock peers, which do not run kvflow. This class itself supports none."""
 
-    def handshakes(self, cache: RegisteredCache, own: Handshakes) -> HandshakeClient:
+    def handshakes(self, context: RankContext, transport: Transport, own: Handshakes) -> HandshakeClient:
         """Return an object that performs handshakes with stock peers, and uses `own` for kvflow peers."""
         return own
 
-    def resolver(self, cache: RegisteredCache) -> Resolver:
-        """Return a resolver for the tickets of kvflow engines and of stock peers."""
-        return cache.kvflow_resolver
+    def resolver(self, context: RankContext, peers: Peers, own: TicketResolver) -> Resolver:
+        """Return a resolver for the tickets of stock peers and, by `own`, of kvflow engines."""
+        return own
 
-    def service(self, cache: RegisteredCache) -> StockReaderService | None:
+    def service(self, context: RankContext, serving: Serving, metadata: messages.Metadata) -> StockReaderService | None:
         """Return the service that answers stock readers; None if they are not served, ConfigError if they cannot be."""
         return None
 

@@ -18,7 +18,7 @@ from kvflow.config import Config
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol.addresses import agent_name
 from kvflow.errors import CacheUnregistered, TransportBroken
-from kvflow.runtime.assembly import RegisteredCache
+from kvflow.runtime.incarnation import Incarnation
 from kvflow.runtime.load.flight_resources import Poller
 from kvflow.runtime.part import Ending
 from kvflow.runtime.tasks import Tasks
@@ -33,8 +33,8 @@ class Registration:
         self.incarnation: str = world.token_hex(8)
         self.agent_name = agent_name(config.engine_id, Rank.of(config), self.incarnation)
         self.transport = world.transport(config, self.agent_name)
-        self.poller = Poller(self.transport, self._on_notification)
-        self.cache: RegisteredCache | None = None
+        self.poller = Poller(self.transport, self._count_early)
+        self.registered: Incarnation | None = None
         """The registered cache, until all of its loads and leases have ended; None before it is registered."""
         self.early_notifications = 0
         self._config = config
@@ -73,10 +73,10 @@ class Registration:
 
         Return "" if all ended, else a text that says why not.
         """
-        bound_s, cache = self._config.limits.transport_close_timeout_s, self.cache
+        bound_s, registered = self._config.limits.transport_close_timeout_s, self.registered
         await self._end_tasks()
-        if cache is not None:
-            await cache.peers.aclose()
+        if registered is not None:
+            await registered.peers.aclose()
         problem = ""
         try:
             await self.transport.aclose(bound_s)
@@ -84,19 +84,25 @@ class Registration:
             problem = str(error)
         stopped = not problem and not isinstance(self._runtime_tasks.cause, TransportBroken)  # after the last read
         self.poller.end_reads(stopped=stopped)
-        if cache is not None and stopped:
-            cache.loader.note_all_stopped()
-        return (await cache.release_parts(bound_s) if cache is not None else "") or problem
+        if registered is not None and stopped:
+            registered.loader.note_all_stopped()
+        return (await registered.release_parts(bound_s) if registered is not None else "") or problem
 
     def abandon(self, wait_s: float) -> None:
         """Release the transport and the cache. For use after the event loop has ended.
 
         Wait up to `wait_s` seconds for threads to end.
         """
-        cache, self.cache = self.cache, None
+        registered = self.detach()
         self.transport.abandon(wait_s)
-        if cache is not None:
-            cache.end_parts(Ending.ABANDONED, wait_s)
+        if registered is not None:
+            registered.end_parts(Ending.ABANDONED, wait_s)
+
+    def detach(self) -> Incarnation | None:
+        """Return the registered cache, if any, and refer to it no longer."""
+        registered, self.registered = self.registered, None
+        self.poller.on_notification = self._count_early
+        return registered
 
     async def _end_tasks(self) -> None:
         """Cancel the poller and all other tasks of this registration, and wait for their end. Make `spawn` raise."""
@@ -106,8 +112,10 @@ class Registration:
         if self._tasks:
             await asyncio.wait(list(self._tasks))
 
-    def _on_notification(self, payload: bytes) -> None:
-        if self.cache is None:
-            self.early_notifications += 1
-        elif self.cache.stock_service is None or not self.cache.stock_service.apply_notification(payload):
-            self.cache.serving.on_notification(payload)
+    def attach(self, registered: Incarnation) -> None:
+        """Pass all later notifications to `registered`, and end it with this registration."""
+        self.registered = registered
+        self.poller.on_notification = registered.on_notification
+
+    def _count_early(self, payload: bytes) -> None:
+        self.early_notifications += 1

@@ -22,13 +22,12 @@ from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, KVFlowError, RequestError, RuntimeUnavailable, UsageError
-from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.load.leases import warn_if_never_entered
 from kvflow.runtime.load.load import Load, refused_load
 from kvflow.runtime.load.loader import Loader
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
 from kvflow.runtime.memory import BlockCopier
-from kvflow.runtime.part import Part
+from kvflow.runtime.part import Part, PartHost
 from kvflow.runtime.peers.prewarm import prewarm
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.records import Observer, Observers
@@ -94,8 +93,8 @@ class Runtime:
     @property
     def quarantines(self) -> tuple[Load, ...]:
         """Ended loads that may still write to their blocks. Reuse the blocks only after `await load.settled()`."""
-        cache = self._supervisor.registered_cache
-        return cache.loader.quarantines if cache else ()
+        registered = self._supervisor.registered
+        return registered.loader.quarantines if registered else ()
 
     async def __aenter__(self) -> Self:
         """Start the transport, the listener and the poller. If cancelled, the runtime is closed.
@@ -208,7 +207,7 @@ class Runtime:
             LayoutError: a tensor of the cache has moved since the cache was registered.
             RuntimeUnavailable: the runtime is draining or closed, or has no cache now.
         """
-        return self._require_cache("serve_blocks").serving.serve(request)
+        return self._require_host("serve_blocks").serving.serve(request)
 
     def introduce(self) -> Ticket:
         """Return a ticket that describes this rank. It offers no blocks and opens no lease.
@@ -223,7 +222,7 @@ class Runtime:
         Raises:
             RuntimeUnavailable: the runtime is draining or closed, or has no cache now.
         """
-        return self._require_cache("introduce").serving.introduce()
+        return self._require_host("introduce").serving.introduce()
 
     def decline(
         self,
@@ -252,20 +251,20 @@ class Runtime:
         Raises:
             RequestError: the request is being served, or `request_id`, `reason`, `at` or `instead` is wrong.
         """
-        cache = self._require_cache("decline", new_work=False)
+        host = self._require_host("decline", new_work=False)
         wanted = checks.request_id(request_id)
         what = f"request {wanted!r}: decline"
         why = checks.text(reason, f"{what}: reason")
         if at is None:
-            cache.serving.decline(wanted, why)
+            host.serving.decline(wanted, why)
             return
-        places = [cache.kvflow_resolver.read_ticket(one) for one in (at, instead) if one is not None]
+        places = [host.kvflow_resolver.read_ticket(one) for one in (at, instead) if one is not None]
         for ticket in places:
             if not ticket.awaited or ticket.request_id != wanted:
                 raise RequestError(
                     f"{what}: expected a pending ticket of it, got a ticket of {ticket.request_id[:80]!r}"
                 )
-        pending_tickets = cache.part("growing", what).pending_tickets
+        pending_tickets = host.optional.growing(what).pending_tickets
         pending_tickets.redirect_readers(places[0], why[:REASON_CHARS_MAX], places[1] if instead is not None else None)
 
     async def load_blocks(self, request: LoadRequest) -> LoadReport:
@@ -333,7 +332,7 @@ class Runtime:
         Raises:
             RequestError: the ticket is wrong.
         """
-        return await self._require_cache("release_blocks", new_work=False).remote_leases.release(ticket)
+        return await self._require_host("release_blocks", new_work=False).leases.release(ticket)
 
     def keep_leases(self, ticket: Ticket | Mapping[str, Any]) -> AbstractContextManager[None]:
         """Renew the leases of a ticket while a request waits for its load: `with runtime.keep_leases(ticket): ...`.
@@ -353,9 +352,9 @@ class Runtime:
         Raises:
             RequestError: the ticket is wrong.
         """
-        cache = self._require_cache("keep_leases")
-        known, entered = cache.resolver.read_ticket(ticket), list[bool]()
-        kept = self._keep_on_loop(cache.remote_leases.renewing(known), entered)
+        host = self._require_host("keep_leases")
+        known, entered = host.resolver.read_ticket(ticket), list[bool]()
+        kept = self._keep_on_loop(host.leases.renewing(known), entered)
         weakref.finalize(kept, warn_if_never_entered, entered, known.request_id).atexit = False
         return kept
 
@@ -373,8 +372,8 @@ class Runtime:
         Returns:
             For each engine, in order: None if all ranks that loads need are connected, else the error.
         """
-        cache = self._require_cache("prewarm")
-        return await prewarm(cache.kvflow_resolver, cache.peers, engines)
+        host = self._require_host("prewarm")
+        return await prewarm(host.kvflow_resolver, host.peers, engines)
 
     async def forget_peer(self, engine_id: str, address: str | None = None) -> bool:
         """Forget the connections, failures and back-off of all ranks of an engine, or of the rank at one address.
@@ -392,8 +391,8 @@ class Runtime:
         self._require("forget_peer", new_work=False)
         checks.text(engine_id, "engine_id")
         checks.text("" if address is None else address, "address")
-        cache = self._supervisor.cache
-        return cache is None or await cache.peers.forget(engine_id, address)
+        incarnation = self._supervisor.incarnation
+        return incarnation is None or await incarnation.peers.forget(engine_id, address)
 
     async def drain(self, deadline_s: float | None = None) -> bool:
         """Refuse new work, and wait up to `deadline_s` until all leases and loads have ended.
@@ -424,13 +423,13 @@ class Runtime:
     def _require(self, what: str, *, new_work: bool) -> None:
         self._supervisor.require(what, new_work=new_work)
 
-    def _require_cache(self, what: str, *, new_work: bool = True) -> RegisteredCache:
+    def _require_host(self, what: str, *, new_work: bool = True) -> PartHost:
         supervisor = self._supervisor
         here = asyncio._get_running_loop() is supervisor.loop
-        if here and supervisor.state is RuntimeState.OPEN and supervisor.cache is not None:
-            return supervisor.cache  # the usual case, kept fast
+        if here and supervisor.state is RuntimeState.OPEN and supervisor.incarnation is not None:
+            return supervisor.incarnation.host  # the usual case, kept fast
         self._require(what, new_work=new_work)
-        return supervisor.require_cache()
+        return supervisor.require_host()
 
     def _require_loader(self, request: LoadRequest, what: str) -> Loader:
         """Return the loader if the runtime takes new loads, else raise the error that says why not.
@@ -438,14 +437,14 @@ class Runtime:
         If the runtime is draining, report `request` to the observers as a refused load. `what` names the called method.
         """
         here = asyncio._get_running_loop() is self._supervisor.loop
-        if here and self._supervisor.state is RuntimeState.OPEN and self._supervisor.cache is not None:
-            return self._supervisor.cache.loader  # the usual case, kept fast
+        if here and self._supervisor.state is RuntimeState.OPEN and self._supervisor.incarnation is not None:
+            return self._supervisor.incarnation.loader  # the usual case, kept fast
         try:
-            return self._require_cache(what).loader
+            return self._require_host(what).loader
         except RuntimeUnavailable as error:
-            cache = self._supervisor.cache
-            if cache is not None and self.state is RuntimeState.DRAINING:
-                cache.loader.refuse(request, error)
+            incarnation = self._supervisor.incarnation
+            if incarnation is not None and self.state is RuntimeState.DRAINING:
+                incarnation.loader.refuse(request, error)
             raise
 
     @contextmanager

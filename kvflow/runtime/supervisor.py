@@ -36,11 +36,11 @@ from kvflow.errors import (
 from kvflow.hosts import address_at
 from kvflow.logs import logger_of
 from kvflow.runtime import open_files
-from kvflow.runtime.assembly import RegisteredCache, register
 from kvflow.runtime.channel.protocol import Answered, refusal
+from kvflow.runtime.incarnation import Incarnation, RuntimeFacts, register
 from kvflow.runtime.memory import BlockCopier
 from kvflow.runtime.open_files import ReaderAdmission
-from kvflow.runtime.part import Ending, Part, StockPart
+from kvflow.runtime.part import Ending, Part, PartHost, StockPart
 from kvflow.runtime.records import Observers
 from kvflow.runtime.registration import Registration
 from kvflow.runtime.statistics import RuntimeState, RuntimeStatistics, totals
@@ -63,7 +63,7 @@ class Supervisor:
         self.config = config
         self.rank = Rank.of(config)
         self.state = RuntimeState.NEW
-        self.cache: RegisteredCache | None = None
+        self.incarnation: Incarnation | None = None
         """The registered cache while it takes new work, else None."""
         self.observers = observers
         self.world = world
@@ -160,7 +160,7 @@ class Supervisor:
             return
         logger.warning("runtime %s was abandoned: its event loop ended, or Python did, before it was closed", self)
         self.state = RuntimeState.CLOSED
-        self.cache = None
+        self.incarnation = None
         atexit.unregister(self.abandon)
         self.listener.close()
         self.side_channel.abandon()
@@ -174,26 +174,26 @@ class Supervisor:
         Return whether all had ended before that.
         """
         self.state = RuntimeState.DRAINING
-        return self.registered_cache is None or await self.registered_cache.drain(deadline_s)
+        return self.registered is None or await self.registered.drain(deadline_s)
 
     def statistics(self) -> RuntimeStatistics:
-        cache, past, registration = self.registered_cache, self._past_statistics, self.registration
+        now, past, registration = self.registered, self._past_statistics, self.registration
         serving, loading, transport = totals(
             past,
-            cache.serving.statistics if cache else None,
-            cache.loader.statistics if cache else None,
+            now.serving.statistics if now else None,
+            now.loader.statistics if now else None,
             registration.transport.statistics if registration else None,
         )
         return RuntimeStatistics(
             state=self.state,
             tasks=self.tasks.count,
-            blocks=cache.ledger.counts() if cache else None,
-            buffers_used=sum(pool.used for pool in cache.pools) if cache else 0,
+            blocks=now.host.resources.ledger.counts() if now else None,
+            buffers_used=sum(pool.used for pool in now.host.memory.pools) if now else 0,
             serving=serving,
             loading=loading,
-            peers=cache.peers.statistics if cache else (),
-            parts=cache.part_statistics() if cache else past.parts if past else {},
-            readers=cache.goodbyes.count if cache else 0,
+            peers=now.peers.statistics if now else (),
+            parts=now.part_statistics() if now else past.parts if past else {},
+            readers=now.goodbyes.count if now else 0,
             readers_refused=self._admission.refused,
             listener=self.listener.statistics if self.tasks.started else None,
             transport=transport,
@@ -202,9 +202,9 @@ class Supervisor:
         )
 
     @property
-    def registered_cache(self) -> RegisteredCache | None:
+    def registered(self) -> Incarnation | None:
         """The registered cache; None if there is none. A cache counts until its unregistration is complete."""
-        return None if self.registration is None else self.registration.cache
+        return None if self.registration is None else self.registration.registered
 
     def require_running(self, *, new_work: bool = False) -> None:
         """Raise an error unless the runtime is open or draining. With `new_work`, also raise if it is draining."""
@@ -228,15 +228,34 @@ class Supervisor:
         if new_work:
             self.require_running(new_work=True)
 
-    def require_cache(self) -> RegisteredCache:
-        """Return the registered cache. CacheUnregistered if it was unregistered, UsageError if there never was one."""
-        if self.cache is not None:
-            return self.cache
-        if self.registered_cache is not None or (
+    def require_host(self) -> PartHost:
+        """Return the objects of the registered cache.
+
+        CacheUnregistered if the cache was unregistered, UsageError if there never was one.
+        """
+        if self.incarnation is not None:
+            return self.incarnation.host
+        if self.registered is not None or (
             self._past_statistics is not None and self._past_statistics.serving is not None
         ):
             raise CacheUnregistered(f"the cache of runtime {self} was unregistered: await register_kv_caches first")
         raise UsageError("no KV cache is registered yet: await register_kv_caches first")
+
+    def _facts(self) -> RuntimeFacts:
+        """Return what this runtime gives to an incarnation."""
+        return RuntimeFacts(
+            config=self.config,
+            rank=self.rank,
+            host=self.host,
+            port=self.listener.port,
+            parts=self.parts,
+            clock=self.clock,
+            token_hex=self.world.token_hex,
+            observers=self.observers,
+            side_channel=self.side_channel,
+            seals=self.seals,
+            copy_thread=self.copy_thread,
+        )
 
     async def register(
         self,
@@ -248,7 +267,7 @@ class Supervisor:
 
         If an earlier registration is still ending, wait for its end first. UsageError if a cache is registered.
         """
-        if self.cache is not None or self._registering:
+        if self.incarnation is not None or self._registering:
             raise UsageError("a KV cache is registered already; a runtime has one: await unregister first")
         groups = groups_of(kv_caches, layout)
         self._registering = True
@@ -263,10 +282,10 @@ class Supervisor:
         """Stop all work with the cache, unregister it, and wait for that. Do nothing if no cache is registered."""
         if self._registering:
             raise UsageError("a KV cache is being registered: await register_kv_caches first")
-        if self.cache is not None:
-            self.cache.stop(Ending.UNREGISTERED)
-            self.cache = None
-        if self.registered_cache is not None:
+        if self.incarnation is not None:
+            self.incarnation.stop(Ending.UNREGISTERED)
+            self.incarnation = None
+        if self.registered is not None:
             await self.tasks.run_to_end("kvflow-unregister", self._unregister)
         await self.tasks.wait_ended("kvflow-unregister")  # a failed registration may still be ending
 
@@ -277,13 +296,14 @@ class Supervisor:
                 registration = self.registration = self._new_registration()
                 await registration.open()
                 registration.run()
-            cache = registration.cache = await register(self, registration, groups, copy_blocks)
-            await cache.begin_parts(self)
+            registered = await register(self._facts(), registration, groups, copy_blocks)
+            registration.attach(registered)
+            await registered.begin_parts(self.parts, self)
             self.require_running(new_work=True)
         except BaseException:
             await self.tasks.run_to_end("kvflow-unregister", self._unregister)
             raise
-        self.cache = cache
+        self.incarnation = registered
 
     def _new_registration(self) -> Registration:
         return Registration(self.config, self.world, self.tasks)
@@ -292,8 +312,8 @@ class Supervisor:
         """Callback of `Tasks` when a task of the runtime has died: mark the runtime as broken, end leases and loads."""
         if self.state in (RuntimeState.OPEN, RuntimeState.DRAINING):
             self.state = RuntimeState.BROKEN
-        if self.registered_cache is not None:
-            self.registered_cache.stop(Ending.CLOSED)
+        if self.registered is not None:
+            self.registered.stop(Ending.CLOSED)
 
     async def _unregister(self) -> None:
         """End the current registration, even if its cache was never registered. Run by `Tasks.run_to_end`.
@@ -307,15 +327,16 @@ class Supervisor:
         await retry_if_cancelled(self._end_work)
         registration.poller.let_transport_close()  # flights go on waiting for their reads
         problem = await retry_if_cancelled(registration.aclose)
-        if (cache := registration.cache) is not None:
-            problem = problem or await retry_if_cancelled(cache.wait_for_copies)
-        if problem and cache is not None:
+        if (ended := registration.registered) is not None:
+            problem = problem or await retry_if_cancelled(ended.wait_for_copies)
+        if problem and ended is not None:
             self.tasks.break_down(RuntimeBroken(f"the cache could not be unregistered: {problem}"))
             raise RuntimeBroken(f"unregistering the cache of {self}: {problem}")
-        if cache is not None:
-            cache.memory.release()
+        if ended is not None:
+            ended.host.memory.release()
         self._past_statistics = self.statistics()
-        self.cache = self.registration = registration.cache = None
+        registration.detach()
+        self.incarnation = self.registration = None
         logger.info("runtime %s unregistered its cache: %s", self, problem or "its memory is deregistered")
 
     async def _close(self) -> None:
@@ -328,7 +349,7 @@ class Supervisor:
         on_cancel = self._stop_draining
         try:
             await retry_if_cancelled(lambda: self.tasks.wait_ended("kvflow-unregister"), on_cancel)
-            drained = self.cache is not None
+            drained = self.incarnation is not None
             await retry_if_cancelled(lambda: self._end_work(drained=drained), on_cancel)
             await retry_if_cancelled(self.tasks.stop, on_cancel)
             problem = "" if self.registration is None else await retry_if_cancelled(self.registration.aclose, on_cancel)
@@ -341,8 +362,8 @@ class Supervisor:
         logger.info("runtime %s closed%s", self, f": {problem}" if problem else " cleanly")
         if problem:
             raise RuntimeBroken(f"closing {self}: {problem}")
-        if self.registered_cache is not None:
-            self.registered_cache.memory.release()
+        if self.registered is not None:
+            self.registered.host.memory.release()
 
     def _stop_draining(self) -> None:
         self._draining_stopped = True
@@ -353,14 +374,14 @@ class Supervisor:
         `drained`: first wait, at most Config.drain_timeout_s, until leases and loads have ended by themselves. Do not
         wait if the runtime is broken or the closing was cancelled.
         """
-        cache = self.registered_cache
-        if cache is None:
+        registered = self.registered
+        if registered is None:
             return
-        if drained and not self._draining_stopped and self.tasks.cause is None and cache.busy:
-            await cache.drain(self.config.drain_timeout_s)
+        if drained and not self._draining_stopped and self.tasks.cause is None and registered.busy:
+            await registered.drain(self.config.drain_timeout_s)
         else:
-            await cache.end(broken=self.tasks.cause is not None)
-        await cache.goodbyes.send_all()
+            await registered.end(broken=self.tasks.cause is not None)
+        await registered.goodbyes.send_all()
 
     async def _end_copies(self) -> str:
         bound_s = self.config.limits.transport_close_timeout_s
@@ -368,26 +389,26 @@ class Supervisor:
 
     def _answer(self, header: codec.Header, request: messages.Request) -> Answered:
         """Return the answer to a peer's request on the side channel, or a future of the answer. Never waits."""
-        cache, engine_id = self.cache, self.config.engine_id
-        if cache is None:
+        incarnation, engine_id = self.incarnation, self.config.engine_id
+        if incarnation is None:
             return refusal(f"engine {engine_id!r} has no KV cache registered yet", transient=True)
         if self.state is RuntimeState.BROKEN:
             return refusal(f"engine {engine_id!r} is {self.state}")
         if isinstance(request, messages.MetadataRequest) and (why := self._reader_refusal()):
             return refusal(f"engine {engine_id!r} accepts no new reader: {why}", transient=True)
-        return cache.answer(header, request, draining=self.state is not RuntimeState.OPEN)
+        return incarnation.answer(header, request, draining=self.state is not RuntimeState.OPEN)
 
     def _answer_stock(self, question: bytes) -> list[bytes] | None:
         """Return the frames of the answer to a stock reader (vLLM's own NixlConnector), or None to send no answer."""
-        cache = self.cache
+        incarnation = self.incarnation
         if (
-            cache is None
-            or cache.stock_service is None
+            incarnation is None
+            or incarnation.stock_service is None
             or self.state is not RuntimeState.OPEN
             or self._reader_refusal()
         ):
             return None
-        return cache.stock_service.answer(question)
+        return incarnation.stock_service.answer(question)
 
     def _reader_refusal(self) -> str:
         """Return "" if a new reader may connect to this rank now, and count it as connecting. Else return why not."""

@@ -16,10 +16,10 @@ from kvflow.checks import error_text
 from kvflow.connector.as_nixl import acts_as_nixl
 from kvflow.errors import ConfigError
 from kvflow.logs import logger_of
+from kvflow.sglang.names import NAME, NIXL
 
 __all__ = ["NAME", "NIXL", "register"]
 
-NAME, NIXL = "kvflow", "nixl"
 _UTILS = "sglang.srt.disaggregation.utils"
 logger = logger_of(__name__)
 

@@ -45,9 +45,9 @@ from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX
 from kvflow.logs import logger_of
 from kvflow.parts import preload
 from kvflow.secret_ids import with_secret
-from kvflow.sglang import NIXL
 from kvflow.sglang.bootstrap import INTRODUCTION
 from kvflow.sglang.hooks import hook_decode, hook_prefill
+from kvflow.sglang.names import NIXL
 from kvflow.sglang.pools import Buffers, aux_buffers, kv_buffers, state_buffers, transferred_items
 from kvflow.sglang.rooms import MESSAGE_FRAME, Answer, Room, RoomMessage, RoomRequest, Rooms, decode_room_message
 from kvflow.sglang.server_settings import REFUSED_OPTIONS, config_of, switch_warning

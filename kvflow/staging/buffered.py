@@ -17,14 +17,15 @@ from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks
 from kvflow.logs import logger_of
-from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.copy_thread import run_all
 from kvflow.runtime.load.flight import CopyGroup, Flight, Read, SealPieceOf
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.plan import Plan
+from kvflow.runtime.load.reads import may_use_scratch, reads_of_chunks
 from kvflow.runtime.load.spans import PromptSpan, SourcePart, SpanQueue, all_spans, parts_by_group, parts_by_source
-from kvflow.runtime.load.steps import may_use_scratch, read_directly, reads_of_chunks
 from kvflow.runtime.memory import CopyDirection, HostBlocks
+from kvflow.runtime.optional import Staging
+from kvflow.runtime.part import PartHost
 from kvflow.runtime.peers.peer import Source
 from kvflow.staging.copies import Tensor
 from kvflow.staging.host_buffers import host_buffers
@@ -37,30 +38,33 @@ __all__ = ["BufferedLoads", "begin", "host_buffers"]
 logger = logger_of(__name__)
 
 
-def begin(cache: RegisteredCache) -> BufferedLoads:
-    """Return the object that fills blocks of the registered cache `cache` through buffers."""
-    return BufferedLoads(cache)
+def begin(host: PartHost) -> Staging:
+    """Return the object that fills blocks of the registered cache of `host` through buffers."""
+    return BufferedLoads(host)
 
 
 class BufferedLoads:
     """Fills blocks of one registered cache through buffers. Also plans the spans of growing leases (`SpanPlanner`)."""
 
-    def __init__(self, cache: RegisteredCache) -> None:
-        config, limits = cache.config, cache.config.limits
+    def __init__(self, host: PartHost) -> None:
+        config, memory = host.context.config, host.memory
+        limits = config.limits
         self._config = config
-        self._cache = cache
-        cache.memory.views.add(self)
-        self._served_layers = cache.memory.served_layers
-        self._staging = cache.memory.staging
-        self._copy_thread = cache.resources.copy_thread
+        self._rank = host.context.rank
+        self._read_directly = host.steps.read_directly
+        self._memory = memory
+        memory.views.add(self)
+        self._served_layers = memory.served_layers
+        self._staging = memory.staging
+        self._copy_thread = host.resources.copy_thread
         self._scratch = Scratch(
-            cache.transport,
-            cache.memory.target_device,
+            host.transport,
+            memory.target_device,
             self._copy_thread,
             limits.scratch_slot_bytes_max,
             limits.scratch_slots_max,
         )
-        cache.pools.append(self._scratch.pool)
+        memory.pools.append(self._scratch.pool)
         self._permutations: WeakKeyDictionary[BlockMap, Permutation] = WeakKeyDictionary()
 
     async def prepare(self) -> None:
@@ -73,8 +77,8 @@ class BufferedLoads:
         except TransportError as error:
             if self._config.scratch == "always":
                 raise
-            self._cache.scratch = False
-            who = self._config.engine_id, self._cache.rank
+            self._memory.scratch = "never"
+            who = self._config.engine_id, self._rank
             logger.warning("engine %r (%s): reads small pieces one by one: %s", *who, error)
 
     def read_buffered(self, load: Load, flight: Flight, plan: Plan) -> Awaitable[bool]:
@@ -85,7 +89,7 @@ class BufferedLoads:
         parts = self._parts(plan.sources)
         if self._staging or any(part.scratch_bytes for part in parts):
             return flight.read_groups(self._copy_groups(parts, load.tables, flight.seal_piece))
-        return read_directly(self._cache, load, flight, plan)
+        return self._read_directly(load, flight, plan)
 
     def _parts(self, sources: Sequence[Source]) -> list[SourcePart]:
         """Return one `SourcePart` for each rank and each layer set (layers of equal shape) to read from that rank."""
@@ -97,7 +101,7 @@ class BufferedLoads:
 
     def _scratch_bytes(self, source: Source, block_map: BlockMap, chunks: Sequence[Chunks]) -> int:
         """Return how many bytes of scratch memory a remote block takes; 0 if reading without scratch is faster."""
-        if not may_use_scratch(self._cache, block_map):
+        if not may_use_scratch(self._memory, block_map):
             return 0
         whole, count = self._permutation(block_map).whole_blocks, sum(map(len, chunks))
         if self._config.scratch == "always":
@@ -120,7 +124,7 @@ class BufferedLoads:
             _, caches, layout = self._served_layers[block_map.local_set]
             assert isinstance(layout, CacheLayout), "state is opaque"
             made = self._permutations[block_map] = Permutation(caches, layout, block_map, whole, self._scratch.device)
-            self._cache.memory.views.add(made)
+            self._memory.views.add(made)
         return self._permutations[block_map]
 
     async def _copy_groups(
@@ -168,7 +172,7 @@ class BufferedLoads:
             for part in parts:
                 chunks = [_into_host_blocks(some, span.local_ids, host_ids) for some in span.chunks_of(part)]
                 if not part.scratch_bytes:
-                    reads += reads_of_chunks(self._cache, part.source, {part.block_map: chunks}, seal_piece_of)
+                    reads += reads_of_chunks(self._config.limits, part.source, {part.block_map: chunks}, seal_piece_of)
                     continue
                 if slot is None:
                     numbers, slot = await self._scratch.take()

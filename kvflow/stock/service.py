@@ -7,7 +7,7 @@ reader's notification names a lease only by the request id, which therefore has 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from kvflow.checks import counted
 from kvflow.core.bounds import LEASE_ID_CHARS
@@ -19,15 +19,14 @@ from kvflow.core.protocol.codec import WireError
 from kvflow.core.protocol.notifications import ReadDone, Renew
 from kvflow.errors import ConfigError
 from kvflow.logs import logger_of
-from kvflow.runtime.assembly import RegisteredCache
+from kvflow.runtime.peers.peer import LocalRank
+from kvflow.runtime.producer.serving import Serving
+from kvflow.runtime.rank import RankContext
 from kvflow.stock.engine_ranks import EngineRanks
-from kvflow.stock.metadata_conversion import OurCache, our_cache
+from kvflow.stock.metadata_conversion import our_cache
 from kvflow.stock.texts import decode_text, is_text
 from kvflow.stock.versions import ReleaseLine
 from kvflow.stock.wire import StockMetadata, decode_question, encode_answer, encode_metadata
-
-if TYPE_CHECKING:
-    from kvflow.stock.stock_peers import StockPeers
 
 logger = logger_of(__name__)
 
@@ -44,24 +43,32 @@ class StockService:
     Implements `runtime.part.StockReaderService`.
     """
 
-    def __init__(self, cache: RegisteredCache, stock: StockPeers) -> None:
-        """Prepare this rank's metadata for stock readers, and give it to `stock.ranks`.
+    def __init__(
+        self,
+        context: RankContext,
+        serving: Serving,
+        metadata: StockMetadata,
+        *,
+        hash_text: str,
+        line: ReleaseLine,
+        ranks: EngineRanks | None,
+        on_late_read: Callable[[str], None] | None,
+    ) -> None:
+        """Give this rank's metadata for stock readers, encoded for the release line `line`, to `ranks`.
 
-        ConfigError if stock readers cannot read the registered cache.
+        `hash_text`: the compatibility hash in answers. `ranks`, `on_late_read`: settings of `StockPeers`.
         """
-        self._clock = cache.clock
-        self._leases = cache.serving
-        self._hash = stock.hashes[0]
-        self._reports_tp_size = stock.serve_line.reports_tp_size
-        self._tp_size = cache.config.tp_size
-        self._ranks = EngineRanks() if stock.ranks is None else stock.ranks
-        self._on_late_read = stock.on_late_read
+        self._clock = context.clock
+        self._leases = serving
+        self._hash = hash_text
+        self._reports_tp_size = line.reports_tp_size
+        self._tp_size = context.config.tp_size
+        self._ranks = EngineRanks() if ranks is None else ranks
+        self._on_late_read = on_late_read
         self._late_reads = 0
         self._warned_s = -math.inf
-        local, config = cache.local, cache.config
-        ours = our_cache(local.cache_shares, local.regions, local.groups)
-        shown = encode_metadata(metadata_for_readers(ours, cache.metadata, stock), stock.serve_line)
-        self._ranks.begin(config.engine_id, config.tp_rank, config.tp_size, shown)
+        config = context.config
+        self._ranks.begin(config.engine_id, config.tp_rank, config.tp_size, encode_metadata(metadata, line))
         self._reports = BoundedMap[str, tuple[int, int]](_REPORTED_MAX)
         """For each lease that some, but not all, stock readers have reported as read: the number of reports to expect,
         which each report states, and the number of reports so far. Keyed by lease id."""
@@ -154,11 +161,19 @@ class StockService:
                     logger.error("on_late_read failed", exc_info=error)
 
 
-def metadata_for_readers(ours: OurCache, metadata: messages.Metadata, stock: StockPeers) -> StockMetadata:
-    """Return this rank's `metadata` in the form that stock readers expect.
+def metadata_for_readers(
+    local: LocalRank,
+    metadata: messages.Metadata,
+    line: ReleaseLine,
+    *,
+    region_names: Sequence[str],
+    attn_backend_name: str,
+) -> StockMetadata:
+    """Return this rank's `metadata` in the form that stock readers of the release line `line` expect.
 
-    ConfigError if stock readers cannot read the cache `ours`.
+    `region_names`, `attn_backend_name`: settings of `StockPeers`. ConfigError if stock readers cannot read this cache.
     """
+    ours = our_cache(local.cache_shares, local.regions, local.groups)
     for one in ours.layer_sets:
         if one.regions.parts not in (("KV",), ("latent",)):
             parts = one.regions.parts
@@ -170,11 +185,11 @@ def metadata_for_readers(ours: OurCache, metadata: messages.Metadata, stock: Sto
             f"stock serve_version: num_blocks of the groups: {sorted(counts)}, stock readers take one number"
         )
     regions, layers = ours.regions, sorted(ours.layers)
-    if stock.region_names and len(stock.region_names) != len(layers):
+    if region_names and len(region_names) != len(layers):
         raise ConfigError(
-            f"stock region_names: {len(stock.region_names)}, expected one for each of {counted(len(layers), 'layer')}"
+            f"stock region_names: {len(region_names)}, expected one for each of {counted(len(layers), 'layer')}"
         )
-    names = dict(zip(layers, stock.region_names, strict=False))
+    names = dict(zip(layers, region_names, strict=False))
     tables = [ours.layer_sets[which].regions for which, _ in (region.set_and_index for region in regions)]
     first = ours.layer_sets[0].regions
     return StockMetadata(
@@ -187,10 +202,10 @@ def metadata_for_readers(ours: OurCache, metadata: messages.Metadata, stock: Sto
         block_strides=[
             int(table.strides[region.set_and_index[1]]) for table, region in zip(tables, regions, strict=True)
         ],
-        kv_cache_layout=_layout_name(first, stock.serve_line),
+        kv_cache_layout=_layout_name(first, line),
         block_size=first.block.tokens,
         ssm_sizes=(0, 0),
-        attn_backend_name=stock.attn_backend_name,
+        attn_backend_name=attn_backend_name,
         physical_blocks_per_logical_kv_block=1,
         region_num_blocks=[first.num_blocks] * len(regions),
         region_group_ids=[region.group for region in regions],

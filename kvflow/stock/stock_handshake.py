@@ -7,7 +7,7 @@ taken for a kvflow peer at the same port, and a ticket with a wrong number of ra
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Collection
 
 from kvflow.core.plan import topology
 from kvflow.core.plan.topology import Rank
@@ -15,19 +15,17 @@ from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address, parse_agent_name
 from kvflow.core.protocol.codec import WireError
 from kvflow.errors import PeerIncompatible, ProtocolError
-from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.peers.handshake import Handshakes, check_metadata
 from kvflow.runtime.peers.peer import Connection, Peer
+from kvflow.runtime.rank import RankContext
+from kvflow.stock.deadline import Terms
 from kvflow.stock.metadata import ask_rank
 from kvflow.stock.metadata_conversion import check_tp_size, metadata_of, our_cache
 from kvflow.stock.params import StockTicket
 from kvflow.stock.stock_leases import StockConnection, StockLeases
 from kvflow.stock.versions import line_of_metadata
 from kvflow.stock.wire import StockAnswer, agent_name_of
-from kvflow.transport.base import AgentName
-
-if TYPE_CHECKING:
-    from kvflow.stock.stock_peers import StockPeers
+from kvflow.transport.base import AgentName, Transport
 
 _ADDRESS_PREFIX = "stock+"
 _ASK_AGAIN_S = 2.0  # an engine takes longer than that to restart
@@ -41,20 +39,30 @@ def peer_address(ticket: StockTicket, rank: Rank) -> Address:
 class StockHandshakes:
     """Connects this rank to kvflow peers and to stock peers; implements `runtime.peers.table.HandshakeClient`."""
 
-    def __init__(self, cache: RegisteredCache, own: Handshakes, stock: StockPeers) -> None:
+    def __init__(
+        self,
+        context: RankContext,
+        transport: Transport,
+        own: Handshakes,
+        *,
+        hashes: Collection[str],
+        tp_sizes: Collection[int],
+        terms: Terms,
+    ) -> None:
         """Prepare for handshakes; those with kvflow peers are left to `own`.
 
-        ConfigError if blocks of this rank's cache cannot be exchanged with stock engines.
+        `hashes`, `tp_sizes`, `terms`: settings of the same names in `StockPeers`. ConfigError if blocks of this rank's
+        cache cannot be exchanged with stock engines.
         """
-        local = cache.local
+        local = context.local
         self.ours = our_cache(local.cache_shares, local.regions, local.groups)
-        self.leases = StockLeases(cache, stock.terms)
-        self._config = cache.config
-        self._clock = cache.clock
+        self.leases = StockLeases(context.clock, transport, terms)
+        self._config = context.config
+        self._clock = context.clock
         self._local = local
         self._own = own
-        self._hashes = stock.hashes
-        self._tp_sizes = {*stock.tp_sizes, local.cache_shares[0].tp_size}
+        self._hashes = hashes
+        self._tp_sizes = {*tp_sizes, local.cache_shares[0].tp_size}
 
     async def connect(self, peer: Peer, request_id: str | None) -> Connection:
         """Connect to `peer` and return the connection. `Handshakes.connect` does this for kvflow peers."""

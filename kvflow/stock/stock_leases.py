@@ -15,11 +15,12 @@ from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.bounded_map import BoundedMap
 from kvflow.core.protocol import messages
 from kvflow.errors import LeaseExpired
-from kvflow.runtime.assembly import RegisteredCache
+from kvflow.runtime.clock import Clock
 from kvflow.runtime.peers.peer import Connection, Peer, Source
 from kvflow.stock.deadline import Arrival, DeadlineProof, Terms
 from kvflow.stock.params import StockTicket
 from kvflow.stock.texts import heartbeat_texts, read_text
+from kvflow.transport.base import Transport
 
 _Key: TypeAlias = tuple[str, str, str]  # engine, address, request
 StockRequest: TypeAlias = tuple[float, dict[Rank, DeadlineProof]]
@@ -83,12 +84,12 @@ class StockLeases:
     Implements `runtime.peers.peer.LeaseNotifier`.
     """
 
-    def __init__(self, cache: RegisteredCache, terms: Terms) -> None:
+    def __init__(self, clock: Clock, transport: Transport, terms: Terms) -> None:
         self.terms = terms
         self.heartbeat_s: float | None = terms.heartbeat_s
         self._machine = machine_id()
-        self._clock = cache.clock
-        self._transport = cache.transport
+        self._clock = clock
+        self._transport = transport
         self._requests = BoundedMap[_Key, StockRequest | None](_REQUESTS_MAX)
         """The latest requests, by engine id, engine address and request id. The value is None once the producer was
         notified that the request was read or is not needed."""

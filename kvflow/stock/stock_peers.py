@@ -11,16 +11,21 @@ from msgspec import Meta
 from kvflow import checks
 from kvflow.core.bounds import Name, RankCount
 from kvflow.core.cache.tensors import NAMED_LAYERS_MAX
+from kvflow.core.protocol import messages
 from kvflow.errors import ConfigError
-from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.part import StockPart, StockReaderService
 from kvflow.runtime.peers.handshake import Handshakes
+from kvflow.runtime.peers.table import Peers
+from kvflow.runtime.peers.ticket_resolver import TicketResolver
+from kvflow.runtime.producer.serving import Serving
+from kvflow.runtime.rank import RankContext
 from kvflow.stock.deadline import Terms
 from kvflow.stock.engine_ranks import EngineRanks
-from kvflow.stock.service import StockService
+from kvflow.stock.service import StockService, metadata_for_readers
 from kvflow.stock.stock_handshake import StockHandshakes
 from kvflow.stock.stock_resolver import StockResolver
 from kvflow.stock.versions import HASH, ReleaseLine, line_of
+from kvflow.transport.base import Transport
 
 Hashes: TypeAlias = Annotated[
     tuple[Annotated[str, Meta(pattern=rf"\A{HASH.pattern}\Z")], ...], Meta(max_length=1 << 10)
@@ -71,33 +76,49 @@ class StockPeers(StockPart):
         """Release line of vLLM that `serve_version` belongs to."""
         return line_of(self.serve_version, ConfigError)
 
-    def handshakes(self, cache: RegisteredCache, own: Handshakes) -> StockHandshakes:
+    def handshakes(self, context: RankContext, transport: Transport, own: Handshakes) -> StockHandshakes:
         """Only for the runtime: return the object that does this rank's handshakes with kvflow and stock peers.
 
         It leaves handshakes with kvflow peers to `own`. ConfigError if a NixlConnector cannot read or offer this cache.
         """
-        return StockHandshakes(cache, own, self)
+        return StockHandshakes(context, transport, own, hashes=self.hashes, tp_sizes=self.tp_sizes, terms=self.terms)
 
-    def resolver(self, cache: RegisteredCache) -> StockResolver:
+    def resolver(self, context: RankContext, peers: Peers, own: TicketResolver) -> StockResolver:
         """Only for the runtime: return the resolver for tickets of kvflow's own engines and of stock engines."""
-        handshakes = cache.peers.handshakes
+        handshakes = peers.handshakes
         assert isinstance(handshakes, StockHandshakes), "as they were given"
-        return StockResolver(cache, handshakes)
+        return StockResolver(context, peers, own, handshakes)
 
-    def service(self, cache: RegisteredCache) -> StockReaderService | None:
+    def service(self, context: RankContext, serving: Serving, metadata: messages.Metadata) -> StockReaderService | None:
         """Only for the runtime: return the service that answers stock readers; None if `serve_version` is empty.
 
         Raises:
             ConfigError: stock readers cannot be served. Possible reasons: they cannot read this cache; CURVE is on, and
                 vLLM has no CURVE; the engine has several ranks, and `ranks` is None.
         """
-        config = cache.config
+        config = context.config
         if not self.serve_version:
             return None
-        if cache.metadata.staged or config.curve_secret_key_file is not None:
+        if metadata.staged or config.curve_secret_key_file is not None:
             why = "a cache that peers read directly, and without CURVE, which vLLM does not have"
             raise ConfigError(f"stock serve_version: stock readers need {why}")
         if config.tp_size > 1 and self.ranks is None:
             why = f"tp_size is {config.tp_size}: one rank answers for all, so StockPeers needs `ranks` (EngineRanks)"
             raise ConfigError(f"stock serve_version: {why}")
-        return StockService(cache, self)
+        line = self.serve_line
+        shown = metadata_for_readers(
+            context.local,
+            metadata,
+            line,
+            region_names=self.region_names,
+            attn_backend_name=self.attn_backend_name,
+        )
+        return StockService(
+            context,
+            serving,
+            shown,
+            hash_text=self.hashes[0],
+            line=line,
+            ranks=self.ranks,
+            on_late_read=self.on_late_read,
+        )

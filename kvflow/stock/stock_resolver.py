@@ -14,8 +14,10 @@ import msgspec
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.peers.peer import Peer, Source
+from kvflow.runtime.peers.table import Peers
+from kvflow.runtime.peers.ticket_resolver import TicketResolver
+from kvflow.runtime.rank import RankContext
 from kvflow.stock.params import StockTicket, is_stock_params, needed_blocks, read_stock_params
 from kvflow.stock.stock_handshake import StockHandshakes, peer_address
 from kvflow.stock.stock_leases import StockConnection, StockRequest
@@ -27,10 +29,10 @@ class StockResolver:
     Implements `runtime.peers.peer.Resolver`.
     """
 
-    def __init__(self, cache: RegisteredCache, handshakes: StockHandshakes) -> None:
-        self._block_ids_max = cache.config.limits.block_ids_max
-        self._peers = cache.peers
-        self._own = cache.kvflow_resolver
+    def __init__(self, context: RankContext, peers: Peers, own: TicketResolver, handshakes: StockHandshakes) -> None:
+        self._block_ids_max = context.config.limits.block_ids_max
+        self._peers = peers
+        self._own = own
         self._leases = handshakes.leases
         self._handshakes = handshakes
 

@@ -9,9 +9,7 @@ from functools import partial
 from kvflow import checks
 from kvflow.config import STORE_BACKEND, Config, params_of
 from kvflow.errors import CacheUnregistered, ConfigError, RuntimeClosed
-from kvflow.runtime.assembly import RegisteredCache
-from kvflow.runtime.part import Ending, Part, PartOwner
-from kvflow.runtime.supervisor import Supervisor
+from kvflow.runtime.part import Ending, Part, PartHost, PartOwner, PartRuntime
 from kvflow.storage.storage_requests import RestoreReport, RestoreRequest, SaveReport, SaveRequest, StoreStatistics
 from kvflow.storage.store import BlockStore, open_store
 from kvflow.storage.store_thread import PlainMover, StoreThread
@@ -182,12 +180,12 @@ class Storage(Part):
         """Contents of the store, and counts since the last KV cache was registered; None before the first one."""
         return None if self._store is None else self._store.statistics
 
-    async def registered(self, runtime: Supervisor, cache: RegisteredCache) -> None:
+    async def registered(self, runtime: PartRuntime, host: PartHost) -> None:
         """Only for the runtime: open the store for a newly registered KV cache, as `Part.registered` says."""
         self._owner.begin(runtime)
-        store_thread = self._make_thread(cache.config, cache.local.reader)
+        store_thread = self._make_thread(host.context.config, host.context.local.reader)
         try:
-            self._store = await open_store(cache, store_thread, self.folder, self.bytes_max)
+            self._store = await open_store(host, store_thread, self.folder, self.bytes_max)
         except (TransportError, RuntimeError) as error:
             raise ConfigError(f"{self!r}: the cache cannot be registered with it: {error}") from error
 

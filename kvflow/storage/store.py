@@ -37,8 +37,8 @@ from kvflow.errors import (
     StorageFailed,
 )
 from kvflow.logs import logger_of
-from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.copy_thread import CopyFailed
+from kvflow.runtime.part import PartHost
 from kvflow.storage.disk import DISK_FULL, EntryFile, StoreDirectory
 from kvflow.storage.entry import EntryHeader, NotAnEntry, checked_key, entry_name
 from kvflow.storage.index import Entry, StoreIndex
@@ -72,15 +72,15 @@ class BlockStore:
 
     def __init__(
         self,
-        cache: RegisteredCache,
+        host: PartHost,
         stored: StoredCache,
         directory: StoreDirectory,
         index: StoreIndex,
         store_thread: StoreThread,
     ) -> None:
-        self._config = cache.config
-        self._token_hex = cache.token_hex
-        self._resources = cache.resources
+        self._config = host.context.config
+        self._token_hex = host.context.token_hex
+        self._resources = host.resources
         self._stored_cache, self._directory, self._index, self._store_thread = stored, directory, index, store_thread
         self._transfers: dict[StoreTransfer, None] = {}
         self._idle = asyncio.Event()
@@ -452,7 +452,7 @@ class BlockStore:
             logger.info("store %s: %s is removed when the store is opened again", self._directory.path, entry.file)
 
 
-async def open_store(cache: RegisteredCache, store_thread: StoreThread, folder: str, bytes_max: int) -> BlockStore:
+async def open_store(host: PartHost, store_thread: StoreThread, folder: str, bytes_max: int) -> BlockStore:
     """Open and return the store of a KV cache that is being registered. If cancelled, nothing stays open.
 
     Raise ConfigError if blocks of this KV cache cannot be saved, or if the memory or the folder cannot be used.
@@ -461,7 +461,7 @@ async def open_store(cache: RegisteredCache, store_thread: StoreThread, folder: 
     subfolder is named by its DP, PP and TP rank. `bytes_max`: maximum number of bytes of this rank's files. Existing
     files beyond that are removed.
     """
-    stored, rank = StoredCache(cache), cache.rank
+    stored, rank = StoredCache(host), host.context.rank
     directory = StoreDirectory(os.path.join(folder, f"dp{rank.dp}-pp{rank.pp}-tp{rank.tp}"))
     path = directory.path
     try:
@@ -483,4 +483,4 @@ async def open_store(cache: RegisteredCache, store_thread: StoreThread, folder: 
         counted(index.used_bytes, "byte"),
         bytes_max,
     )
-    return BlockStore(cache, stored, directory, index, store_thread)
+    return BlockStore(host, stored, directory, index, store_thread)

@@ -12,13 +12,12 @@ from functools import partial
 import numpy as np
 
 from kvflow.core.cache.groups import named_layers
-from kvflow.core.cache.regions import device_of
+from kvflow.core.cache.regions import HOST, device_of
 from kvflow.core.plan.descriptors import BlockIds
-from kvflow.core.protocol.proof import HOST
 from kvflow.errors import ConfigError
-from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.load.flight import CopyGroup, Read
 from kvflow.runtime.memory import CopyDirection
+from kvflow.runtime.part import PartHost
 from kvflow.storage.entry import fingerprint_of
 from kvflow.storage.placing import BlockSpan, plan_file
 from kvflow.storage.store_thread import Direction
@@ -30,9 +29,9 @@ from kvflow.verify.cache_digests import DigestedCache, DigestSpec
 class StoredCache:
     """A registered KV cache, as the store uses it: plans copies of blocks to and from files, and computes digests."""
 
-    def __init__(self, cache: RegisteredCache) -> None:
-        """Find the memory of `cache` that can be copied to files. Raise ConfigError if its blocks cannot be saved."""
-        local, memory = cache.local, cache.memory
+    def __init__(self, host: PartHost) -> None:
+        """Find the memory of the cache that can be copied to files. Raise ConfigError if its blocks cannot be saved."""
+        local, memory = host.context.local, host.memory
         where = device_of(named_layers(memory.own_layers))
         through = where != HOST  # a cache on the host needs no host buffers, even if peers read through them
         if through and not memory.staging:
@@ -40,12 +39,12 @@ class StoredCache:
                 f"storage: blocks are saved from host memory, the cache is on {where.kind!r}: set staging='always'"
             )
         saved, device = (memory.served_layers, memory.target_device) if through else (memory.own_layers, memory.device)
-        self._digested_cache = DigestedCache(saved, cache.resources.copy_thread, device)
+        self._digested_cache = DigestedCache(saved, host.resources.copy_thread, device)
         memory.views.update((self, self._digested_cache))
         if problem := self._digested_cache.problem:
             raise ConfigError(f"storage: blocks cannot be saved without digests: {problem}")
-        self._copy_thread = cache.resources.copy_thread
-        self._limits = cache.config.limits
+        self._copy_thread = host.resources.copy_thread
+        self._limits = host.context.config.limits
         self._staging = memory.staging if through else ()
         self.groups = local.groups
         self.tensors = named_layers(saved)

@@ -51,9 +51,10 @@ class _Holder(Protocol):
 
 def _entries(runtime: Runtime, holders: Collection[_Holder]) -> set[int]:
     """Return the numbers of all blocks that `holders` hold. The blocks of all groups are numbered in one sequence."""
-    cache = runtime._supervisor.registered_cache
-    assert cache is not None, "there are statistics of blocks"
-    return {entry for holder in holders for entry in cache.ledger.entries(holder.block_tables).tolist()}
+    registered = runtime._supervisor.registered
+    assert registered is not None, "there are statistics of blocks"
+    ledger = registered.host.resources.ledger
+    return {entry for holder in holders for entry in ledger.entries(holder.block_tables).tolist()}
 
 
 def assert_quiet(statistics: RuntimeStatistics) -> None:

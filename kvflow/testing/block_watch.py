@@ -110,11 +110,12 @@ class BlockWatch:
             self._fail(block, f"was taken at {where} and never freed, as {counted(len(self._taken) - 1, 'other')}")
 
     def _use_of(self, block: int) -> str:
-        cache = self._runtime._supervisor.registered_cache
-        if cache is None:
+        registered = self._runtime._supervisor.registered
+        if registered is None:
             return ""
-        wanted = any(block in table for load in cache.loader._loads for table in load.tables)  # it may not read yet
-        return cache.ledger.use_of(block) or ("being loaded" if wanted else "")
+        tables = [table for load in registered.loader._loads for table in load.tables]  # some may not read yet
+        wanted = any(block in table for table in tables)
+        return registered.host.resources.ledger.use_of(block) or ("being loaded" if wanted else "")
 
     def _fail(self, block: int, what: str) -> None:
         config = self._runtime.config
@@ -182,8 +183,8 @@ def _quarantine_stopped_loads(runtime: Runtime) -> Iterator[None]:
     stop = Flight.stop
 
     async def stop_late(flight: Flight, grace_s: float) -> bool:
-        cache = runtime._supervisor.registered_cache
-        watched = cache is not None and flight._resources is cache.resources
+        registered = runtime._supervisor.registered
+        watched = registered is not None and flight._resources is registered.host.resources
         if not watched or flight.state is not TransferState.READING:
             return await stop(flight, grace_s)
         flight._under_way += 1

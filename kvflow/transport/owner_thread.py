@@ -128,7 +128,7 @@ class OwnerThread:
     def submit(self, job: Job) -> None:
         """Queue `job`, which must not raise, to run on the thread. Raises TransportBroken if the thread has ended."""
         if not self.alive:
-            raise TransportBroken("the agent's thread has ended") from self._cause
+            raise TransportBroken(f"the thread {self._thread.name} has ended") from self._cause
         self._jobs.append(job)
         if not self._wake_pending:
             self._wake_pending = True
@@ -208,7 +208,7 @@ class OwnerThread:
         self._ended.set()
         for waiter in list(self._waiting):
             if not waiter.done():
-                error = TransportBroken("the agent's thread ended before it answered")
+                error = TransportBroken(f"the thread {self._thread.name} ended before it answered")
                 error.__cause__ = cause
                 waiter.set_exception(error)
         if cause is not None:

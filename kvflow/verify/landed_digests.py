@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
 
 from kvflow.core.plan.block_map import BlockMap
-from kvflow.runtime.assembly import RegisteredCache
+from kvflow.limits import Limits
 from kvflow.runtime.load.flight import CopyGroup, Flight, SealPieceOf
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.plan import Plan
@@ -25,18 +25,18 @@ class LandedDigests:
 
     def __init__(
         self,
-        cache: RegisteredCache,
+        limits: Limits,
         local_cache: DigestedCache,
         specs: Mapping[Source, Mapping[BlockMap, DigestSpec]],
     ) -> None:
         """Make the object; nothing is read yet.
 
         Args:
-            cache: the registered cache.
-            local_cache: computes digests of the blocks of `cache`.
+            limits: the limits of one read.
+            local_cache: computes digests of the blocks of the registered cache.
             specs: by source and block map, the local layers, heads and blocks that the load fills.
         """
-        self._spans = DirectSpans(cache)
+        self._spans = DirectSpans(limits)
         self._local_cache = local_cache
         self._specs = specs
         self._digesting = list[asyncio.Task[None]]()

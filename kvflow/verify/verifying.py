@@ -23,13 +23,13 @@ from kvflow.core.plan.topology import CacheShare, heads_held, kv_heads_of_model
 from kvflow.core.protocol import codec, messages
 from kvflow.errors import ChecksumMismatch, PeerError, ProtocolError, RuntimeClosed, TransferFailed
 from kvflow.logs import logger_of
-from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.plan import Plan
 from kvflow.runtime.load.requests import VERIFY, Verification
-from kvflow.runtime.load.steps import ReadBlocks
+from kvflow.runtime.optional import ReadBlocks, Verify
+from kvflow.runtime.part import PartHost
 from kvflow.runtime.peers.peer import LocalRank, Source
 from kvflow.verify.cache_digests import DigestedCache, DigestSpec
 from kvflow.verify.digests import DIGEST_VERSION
@@ -56,23 +56,22 @@ class NotCompared(Exception):
     """
 
 
-def begin(cache: RegisteredCache) -> LoadVerifier:
-    """Return the object that verifies loads into the registered cache `cache`."""
-    return LoadVerifier(cache)
+def begin(host: PartHost) -> Verify:
+    """Return the object that verifies loads into the registered cache of `host`."""
+    return LoadVerifier(host)
 
 
 class LoadVerifier:
     """Verifies loads into one registered cache by digests, and answers the digest requests of readers."""
 
-    def __init__(self, cache: RegisteredCache) -> None:
-        memory, copy_thread = cache.memory, cache.resources.copy_thread
-        self._cache = cache
-        self._local = cache.local
-        self._peers = cache.peers
-        self._limits = cache.config.limits
-        self._spawn = cache.spawn
-        self._find_lease = cache.serving.find_lease
-        self._counters = cache.serving.digests
+    def __init__(self, host: PartHost) -> None:
+        memory, copy_thread = host.memory, host.resources.copy_thread
+        self._local = host.context.local
+        self._peers = host.peers
+        self._limits = host.context.config.limits
+        self._spawn = host.context.spawn
+        self._find_lease = host.serving.find_lease
+        self._counters = host.serving.digests
         self._under_way: Counter[str] = Counter()
         """Number of requests for digests under way, by the reader's name."""
         self.local_cache = DigestedCache(memory.own_layers, copy_thread, memory.device)
@@ -190,7 +189,7 @@ class LoadVerifier:
         specs = {source: {key: spec for key, (_, spec) in parts.items()} for source, parts in compared.items()}
         landed: LandedDigests | None = None
         if reader is None:
-            landed = LandedDigests(self._cache, self.local_cache, specs)
+            landed = LandedDigests(self._limits, self.local_cache, specs)
             reader = landed.read
         request_id = load.ticket.request_id
         under_way = {

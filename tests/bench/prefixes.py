@@ -140,21 +140,22 @@ class PrefixPulls:
         times, tokens = [], list(range(1000 * _TOKENS))
         _, sharing = _share(holder, tokens, range(1000), 1000)
         await _prefixes(reader).seek(_request(holder, _UNKNOWN, []))
-        cache = holder.runtime._supervisor.cache
-        assert cache is not None, "it is registered"
-        header = codec.our_header(cache.local.compatibility.fingerprint())
+        incarnation = holder.runtime._supervisor.incarnation
+        assert incarnation is not None, "it is registered"
+        local = incarnation.host.context.local
+        header = codec.our_header(local.compatibility.fingerprint())
         keys, kinds = b"".join(prefix_keys(tokens, _TOKENS)), codec.requests_with([SeekRequest])
         for number in range(self.questions):
             question = SeekRequest(
                 reader="bench/0.0.0#1",
-                target=cache.local.caller,
+                target=local.caller,
                 request_id=f"{number}",
                 keys=keys,
                 key_tokens=_TOKENS,
             )
             frame = codec.encode(question)
             begun_s = time.perf_counter()
-            reply = cache.answer(header, codec.decode_request(frame, kinds), draining=False)
+            reply = incarnation.answer(header, codec.decode_request(frame, kinds), draining=False)
             assert isinstance(reply, messages.LeaseAnswer), reply
             codec.encode_frames(header, reply)
             times.append(time.perf_counter() - begun_s)
@@ -177,9 +178,9 @@ class PrefixPulls:
         took_s = time.perf_counter() - begun_s
         assert {report.num_tokens for report in reports} == {len(tokens)}, reports
         for holder in holders:  # its leases have ended, and who waits for them has been told
-            cache = holder.runtime._supervisor.cache
-            assert cache is not None, "it is registered"
-            await cache.serving.drained()
+            incarnation = holder.runtime._supervisor.incarnation
+            assert incarnation is not None, "it is registered"
+            await incarnation.serving.drained()
         await asyncio.sleep(0)
         pinned = sum(+prefix_cache.pins.total() for prefix_cache in prefix_caches)
         return ManyPulls(self.pulls, len({report.source for report in reports}), took_s, pinned)

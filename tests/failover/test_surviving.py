@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from pairs import cache_of, known
+from pairs import host_of, known
 from tests_support import PATIENT, WAIT_S, Records, each, in_virtual_time, leases_ended, limited, until
 
 import kvflow
@@ -28,10 +28,8 @@ from kvflow.errors import (
     RuntimeClosed,
     TransferFailed,
 )
-from kvflow.failover import several_tickets
-from kvflow.failover.several_tickets import perform
-from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.load.requests import TICKETS_MAX, LoadingStatistics
+from kvflow.runtime.load.steps import LoadSteps
 from kvflow.runtime.peers.peer import Peer
 from kvflow.testing import InprocCluster, InprocTransport, TestEngine, assert_loaded, assert_quiet
 from kvflow.transport.base import TransportError
@@ -139,7 +137,7 @@ def found(attempts: Sequence[Attempt]) -> list[tuple[str, str]]:
 
 def unreachable(made: Trio, engine_id: str, why: list[str]) -> None:
     """Keep the reader from reaching an engine, as long as there is a reason."""
-    handshakes: Any = cache_of(made.reader.runtime).peers.handshakes
+    handshakes: Any = host_of(made.reader.runtime).peers.handshakes
 
     def cut(inner: Any) -> Any:
         async def ask(peer: Peer, *args: Any) -> Any:
@@ -181,9 +179,9 @@ async def trio(config: Config = PATIENT, *, warm: bool = False) -> AsyncIterator
                 await made.warm()
             yield made
         for engine in (first, second, reader):
-            cache = engine.runtime._supervisor.cache
-            if cache is not None:
-                cache.serving.close()
+            incarnation = engine.runtime._supervisor.incarnation
+            if incarnation is not None:
+                incarnation.serving.close()
                 await leases_ended(engine.runtime)
                 assert_quiet(engine.runtime.statistics())
 
@@ -242,7 +240,7 @@ async def test_blocks_stay_claimed_from_source_to_source() -> None:
             await asyncio.sleep(0)
             if not load.done and load.attempts is not None:
                 with pytest.raises(BlocksBusy):
-                    cache_of(made.reader.runtime).ledger.begin_load(load.entries.copy())
+                    host_of(made.reader.runtime).resources.ledger.begin_load(load.entries.copy())
                 refused += 1
         report = await load
         assert refused > 2
@@ -390,9 +388,10 @@ async def test_a_source_that_stands_still_ends_the_load_at_its_deadline(hangs: s
 async def test_the_next_source_is_read_once_nothing_of_the_last_one_can_land(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever an attempt ends with: this one has failed, and left a read in quarantine."""
     async with trio(replace(PATIENT, cancel_grace_s=0.05), warm=True) as made:
+        perform = LoadSteps.perform
 
-        async def fails(cache: RegisteredCache, load: kvflow.Load) -> LoadReport:
-            attempt = asyncio.ensure_future(perform(cache, load))
+        async def fails(steps: LoadSteps, load: kvflow.Load) -> LoadReport:
+            attempt = asyncio.ensure_future(perform(steps, load))
             if load.ticket.engine_id == "first":
                 await until(lambda: "first" in made.posted)
                 attempt.cancel()
@@ -400,7 +399,7 @@ async def test_the_next_source_is_read_once_nothing_of_the_last_one_can_land(mon
                 raise load.failure(TransferFailed, "scripted")
             return await attempt
 
-        monkeypatch.setattr(several_tickets, "perform", fails)
+        monkeypatch.setattr(LoadSteps, "perform", fails)
         leases = made.both()
         load = await made.held(leases)
         await passes(load, 1.0)

@@ -48,9 +48,9 @@ from kvflow import CacheLayout, Config, LeaseOutcome, LoadRequest, Runtime, Serv
 from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.notifications import ReadDone, Renew
 from kvflow.errors import KVFlowError
-from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.channel.keyring import Keyring, make_key_files
 from kvflow.runtime.channel.listening import REQUEST_BYTES_MAX
+from kvflow.runtime.incarnation import Incarnation
 from kvflow.runtime.world import World
 from kvflow.testing import InprocNetwork, InprocTransport, assert_quiet
 from kvflow.transport.base import AgentName
@@ -142,10 +142,10 @@ class Engine:
     kv_caches: dict[str, torch.Tensor]
 
     @property
-    def cache(self) -> RegisteredCache:
-        cache = self.runtime._supervisor.cache
-        assert cache is not None
-        return cache
+    def incarnation(self) -> Incarnation:
+        incarnation = self.runtime._supervisor.incarnation
+        assert incarnation is not None
+        return incarnation
 
 
 @contextlib.asynccontextmanager
@@ -232,7 +232,7 @@ async def outcome(reader: Engine, request: LoadRequest) -> str:
 async def ask_a_liar(rng: Random, producer: Engine, reader: Engine, count: int) -> Counter[str]:
     """Loads from a producer that answers everything with mutants of what an honest one would say."""
     errors: Counter[str] = Counter()
-    honest, local = producer.cache.metadata, producer.cache.local
+    honest, local = producer.incarnation._metadata, producer.incarnation.host.context.local
     refusal = messages.Refusal(
         reason="no",
         version=codec.PROTOCOL_VERSION,
@@ -392,7 +392,7 @@ async def attack(on: Scene, seed: str, messages: int, report: Report) -> None:
 async def send(on: Scene, seed: str, count: int) -> int:
     """Messages over ZeroMQ from one attacker."""
     server_key = await key_of(on.producer) if on.mode is Mode.CURVE else b""
-    local, port = on.producer.cache.local, port_of(on.producer)
+    local, port = on.producer.incarnation.host.context.local, port_of(on.producer)
     about = (local.compatibility.fingerprint(), local.cache_shares, REQUEST_BYTES_MAX, count, server_key)
     return await run(on, send_messages, seed, port, *about)
 

@@ -185,7 +185,7 @@ async def passed(report: Report, new_readers: int) -> None:
 async def attack(producer: Producer, attackers: ProcessPoolExecutor, seed: str, count: int, report: Report) -> None:
     """All attackers at once, until they are done."""
     runtime, some = producer.runtime, max(count // 10, 1)
-    local = runtime._supervisor.cache.local  # type: ignore[union-attr]
+    local = runtime._supervisor.incarnation.host.context.local  # type: ignore[union-attr]
     each = (count - 2 * some) // ATTACKERS
     about = (local.compatibility.fingerprint(), local.cache_shares, REQUEST_BYTES_MAX, each, b"")
 

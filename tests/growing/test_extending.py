@@ -344,7 +344,7 @@ async def test_a_producer_that_tells_wrong_blocks() -> None:
             with pytest.raises(error, match=match):
                 await pair.consumer.runtime.load_blocks(wanted(lease, deadline_s=5.0))
             for one in ("req", "warm"):
-                serving = pair.producer.runtime._supervisor.cache.serving
+                serving = pair.producer.runtime._supervisor.incarnation.serving
                 serving.revoke(serving.open_lease(one).entry)
 
     def news(*ids: tuple[int, ...], payload: bytes = b"") -> messages.LeaseAnswer:

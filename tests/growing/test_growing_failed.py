@@ -66,7 +66,7 @@ async def test_the_seal_says_so_until_its_word_is_needed(grows: bool) -> None:
         assert seals.used == 3
         with pytest.raises(LeaseExpired):
             await pair.consumer.runtime.load_blocks(wanted(pair, lease))
-        pair.producer.runtime._supervisor.cache.serving.close()
+        pair.producer.runtime._supervisor.incarnation.serving.close()
 
 
 @each("end", ["fail", "decline"])
@@ -89,4 +89,4 @@ async def test_a_reader_that_has_to_ask_for_the_lease_is_told_so(end: str) -> No
         again = pair.offer(BLOCKS)
         assert (await pair.consumer.runtime.load_blocks(LoadRequest("req", ticket, TAKEN))).tokens == 16
         assert await again is LeaseOutcome.READ
-        producer._supervisor.cache.serving.close()
+        producer._supervisor.incarnation.serving.close()

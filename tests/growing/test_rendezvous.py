@@ -46,7 +46,7 @@ from kvflow.testing.pair import Pair
 from tests.growing.test_growing import landed
 from tests.runtime.test_ranks import Engines, engines
 from tests.support.growing_pairs import BLOCKS, CONFIG, TAKEN, pair_of
-from tests.support.pairs import cache_of, known
+from tests.support.pairs import host_of, known
 from tests.support.scripted import scripted_pair
 from tests.support.tests_support import PATIENT, WAIT_S, any_ticket, each, in_virtual_time, turns, unchecked, until
 
@@ -78,9 +78,9 @@ def offer(pair: Any, **more: Any) -> Lease:
 
 def ask(pair: InprocPair, reader: str = "r/0.0.0#1", request_id: str = "x", wait_s: float = 9.0) -> Any:
     """What the producer answers to a question for an offer, or a future of that."""
-    cache = cache_of(pair.producer.runtime)
-    target = cache.local.caller
-    return cache.serving.lease_answers.answer(
+    host = host_of(pair.producer.runtime)
+    target = host.context.local.caller
+    return host.serving.lease_answers.answer(
         messages.LeaseRequest(reader=reader, target=target, request_id=request_id, wait_s=wait_s)
     )
 
@@ -88,7 +88,7 @@ def ask(pair: InprocPair, reader: str = "r/0.0.0#1", request_id: str = "x", wait
 def assert_nothing_left(pair: InprocPair) -> None:
     for engine in (pair.producer, pair.consumer):
         assert_quiet(engine.runtime.statistics())
-        assert cache_of(engine.runtime).serving.lease_answers.waiting == 0
+        assert host_of(engine.runtime).serving.lease_answers.waiting == 0
     assert not [task for task in asyncio.all_tasks() if "kvflow-news" in task.get_name()]
 
 
@@ -542,7 +542,7 @@ async def test_questions_of_strangers_keep_no_honest_one_from_its_answer(monkeyp
         assert [isinstance(ask(pair, "other/0.0.0#1", "x0"), asyncio.Future) for _ in range(3)] == [True, False, False]
         for at in range(20):
             ask(pair, f"evil{at}/0.0.0#1", f"y{at}")
-        assert cache_of(pair.producer.runtime).serving.lease_answers.waiting == 8
+        assert host_of(pair.producer.runtime).serving.lease_answers.waiting == 8
         load = start(pair, rendezvous(pair))
         await asyncio.sleep(1.0)
         lease = offer(pair)
@@ -662,7 +662,7 @@ def of_ranks(both: Engines, **more: Any) -> dict[str, Any]:
 
 
 def waiting(both: Engines, rank: int) -> int:
-    count: int = cache_of(both.ranks[rank]).serving.lease_answers.waiting
+    count: int = host_of(both.ranks[rank]).serving.lease_answers.waiting
     return count
 
 
@@ -769,7 +769,7 @@ def test_what_a_router_makes() -> None:
 async def test_both_legs_at_once_over_real_nixl() -> None:
     async with nixl_pair(config=replace(PATIENT, listen="tcp://127.0.0.1:0"), size=CacheSize(num_blocks=8)) as pair:
         load = start(pair, rendezvous(pair), prompt=PROMPT)
-        await until(lambda: cache_of(pair.producer.runtime).serving.lease_answers.waiting)
+        await until(lambda: host_of(pair.producer.runtime).serving.lease_answers.waiting)
         lease = offer(pair, prompt=PROMPT, block_ids=BLOCKS[:2], computed_tokens=0, payload=True)
         lease.advance(8)
         lease.extend(BLOCKS[2:])

@@ -37,9 +37,9 @@ class Flipping:
 async def test_what_changes_between_read_and_digest_is_found(times: int) -> None:
     async with nixl_pair() as pair:
         lease, consumer = pair.offer([3, 7]), pair.consumer.runtime
-        cache: Any = consumer._supervisor.cache
-        _ask_after_the_read(cache.part("verify", "a test"))
-        Flipping(cache.peers, pair.producer.kv_caches, times)
+        host: Any = consumer._supervisor.require_host()
+        _ask_after_the_read(host.optional.verify("a test"))
+        Flipping(host.peers, pair.producer.kv_caches, times)
         verified = replace(pair.wanted(lease, [0, 1]), verify=True)
         if times == 2:
             with pytest.raises(ChecksumMismatch):

@@ -46,7 +46,7 @@ from kvflow.runtime.producer.goodbyes import Goodbyes
 from kvflow.testing import CacheSize, TestEngine, assert_blocks_equal
 from kvflow.testing.pair import open_engine
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
-from tests.support.pairs import cache_of, known, part_of
+from tests.support.pairs import host_of, known, part_of
 from tests.support.tests_support import WAIT_S, until
 
 TOKENS = 4
@@ -716,10 +716,10 @@ async def test_forged_questions_pin_nothing(them: Fleet) -> None:
     (holder,) = them.holders
     await them.pull()
     await them.assert_nothing_pinned()
-    asked, cache = holder.prefix_cache.asked, cache_of(holder.runtime)
+    asked, host = holder.prefix_cache.asked, host_of(holder.runtime)
     question = SeekRequest(
         reader="somebody/0.0.0#1",
-        target=cache.local.caller,
+        target=host.context.local.caller,
         request_id="forged",
         keys=b"",
         key_tokens=TOKENS,

@@ -15,7 +15,7 @@ from tests.runtime.test_ownership import PLAIN, STATES, assert_only_on_its_loop
 from tests.support.tests_support import small_cache
 
 REQUEST = PrefixRequest("prefix", keys=[bytes(32)], key_tokens=4, block_ids=[2], peers=[])
-VERBS: dict[str, Any] = {"share": FakePrefixCache(4), "seek": REQUEST, "pull": REQUEST}
+VERBS: dict[str, Any] = {"share": FakePrefixCache(4), "seek": REQUEST, "pull": REQUEST, "connect": ()}
 ANYWHERE = {"learn"}
 
 

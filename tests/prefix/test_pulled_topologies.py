@@ -67,11 +67,11 @@ async def pull(case: HandOver, world: World, *, every_rank: bool = False) -> Non
         for rank, pulled in zip(consumers, reports, strict=True):
             assert pulled == len(tokens), f"{rank}{pulled} tokens"
         for rank in producers:
-            cache = rank.runtime._supervisor.cache
-            assert cache is not None
+            incarnation = rank.runtime._supervisor.incarnation
+            assert incarnation is not None
             async with asyncio.timeout(WAIT_S):
-                await cache.serving.drained()
-            assert cache.serving.statistics.expired == 0
+                await incarnation.serving.drained()
+            assert incarnation.serving.statistics.expired == 0
         await asyncio.sleep(0)  # a lease tells who waits for its end in the next turn
         assert not any(prefix_cache.pinned for prefix_cache in prefix_caches)
 

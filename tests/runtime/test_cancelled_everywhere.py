@@ -17,7 +17,7 @@ from kvflow.limits import QUESTION_WAIT_S
 from kvflow.runtime.load.load import Load
 from kvflow.testing import InprocPair, assert_quiet, cancel_everywhere
 from tests.support.growing_pairs import BLOCKS, CONFIG, TAKEN, pair_of
-from tests.support.pairs import cache_of
+from tests.support.pairs import host_of
 from tests.support.tests_support import limited
 
 GROWING = {"computed_tokens": 0, "extends": True, "payload": True}
@@ -107,7 +107,7 @@ async def a_pair(verb: Verb, staging: str) -> AsyncIterator[Coroutine[Any, Any, 
         for load in loads:
             load.cancel()
             await load.settled()
-        serving = cache_of(producer).serving
+        serving = host_of(producer).serving
         for opened in list(serving._open_leases.values()):
             serving.revoke(opened.entry)
             await opened.outcome

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import zmq
 import zmq.asyncio
-from pairs import EnginePair, cache_of
+from pairs import EnginePair, host_of
 from side_channels import ANSWER, PLAIN, REQUEST, address_of, ask, asking, listening, seen, to
 from tests_support import WAIT_S, until
 
@@ -64,7 +64,7 @@ async def test_both_legs_at_once_with_keys(keys: Path) -> None:
     async with pair_with(keys) as pair:
         hello = pair.writer.introduce()
         load = pair.start(Ticket.rendezvous(hello, "secret"), [0, 1])
-        await until(lambda: cache_of(pair.writer).serving.lease_answers.waiting)
+        await until(lambda: host_of(pair.writer).serving.lease_answers.waiting)
         request = ServeRequest("secret", [2], num_tokens=8, computed_tokens=0, payload=True)
         lease = pair.writer.serve_blocks(request)
         lease.extend([3])

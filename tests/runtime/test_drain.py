@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 import pytest
-from pairs import EnginePair, cache_of, known, load_request, open_pair
+from pairs import EnginePair, host_of, incarnation_of, known, load_request, open_pair
 from scripted import ScriptedSideChannel, ScriptedWorld
 from tests_support import PATIENT, WAIT_S, altered, limited, until
 
@@ -51,7 +51,7 @@ class Sides(EnginePair):
             sender=Address("producer", Rank(0, 0, 0), "tcp://127.0.0.1:1"),
             incarnation=known(self.writer._supervisor.registration).incarnation,
         )
-        header = codec.our_header(cache_of(self.reader).local.compatibility.fingerprint())
+        header = codec.our_header(host_of(self.reader).context.local.compatibility.fingerprint())
         reply = self.reader._supervisor._answer(header, msgspec.structs.replace(said, **changes))
         assert isinstance(reply, messages.Ack)
 
@@ -218,7 +218,7 @@ async def test_a_mute_reader_costs_the_bound() -> None:
     """Somebody gave an address where nothing answers."""
     async with open_sides(limited(CONFIG, goodbye_timeout_s=0.05)) as sides:
         with socket.create_server(("127.0.0.1", 0)) as mute:
-            cache_of(sides.writer).goodbyes.remember(reader_at(f"tcp://127.0.0.1:{mute.getsockname()[1]}"))
+            incarnation_of(sides.writer).goodbyes.remember(reader_at(f"tcp://127.0.0.1:{mute.getsockname()[1]}"))
             await sides.writer.aclose()
         assert sides.goodbyes == 1
 
@@ -250,7 +250,7 @@ async def test_a_forged_goodbye_costs_a_handshake_at_most_and_no_load(sides: Sid
 async def test_readers_are_remembered_up_to_a_limit_and_only_if_they_can_be() -> None:
     bad = ("junk", "tcp://0.0.0.0:5", "tcp://*:5", "tcp://h:0", "tcp://h:99999", "ipc:///tmp/x", "x" * 9999)
     async with open_sides(limited(CONFIG, readers_max=2)) as sides:
-        readers = cache_of(sides.writer).goodbyes
+        readers = incarnation_of(sides.writer).goodbyes
         for caller in (*map(reader_at, bad), reader_at("tcp://127.0.0.1:1", "")):
             readers.remember(caller)
         assert readers.count == 0

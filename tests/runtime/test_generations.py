@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import EnginePair, cache_of, known, load_request, virtual_pair
+from pairs import EnginePair, host_of, incarnation_of, known, load_request, virtual_pair
 from tests_support import PATIENT, in_virtual_time, limited, small_cache, turns, until
 
 from kvflow import CacheLayout, Config, LeaseOutcome, Runtime, RuntimeState, ServeRequest
@@ -75,7 +75,7 @@ def fill(engine: TestEngine, value: float) -> None:
 async def fall_asleep(engine: TestEngine, *, farewell: bool = True) -> None:
     """Give the cache back, and let somebody else have its memory. Readers may not hear of it."""
     if not farewell:
-        cache_of(engine.runtime).goodbyes._readers.clear()
+        incarnation_of(engine.runtime).goodbyes._readers.clear()
     await engine.runtime.unregister()
     fill(engine, OLD)
 
@@ -195,13 +195,13 @@ async def test_messages_of_before_change_nothing() -> None:
         assert (lease.readers_done, lease.done, pair.serving.late_notifications) == (0, False, 2)
         assert not await pair.reader.release_blocks(before), "there is no such lease any more"
         goodbye = messages.Goodbye(
-            target=cache_of(pair.reader).local.caller,
-            sender=cache_of(pair.writer).local.caller,
+            target=host_of(pair.reader).context.local.caller,
+            sender=host_of(pair.writer).context.local.caller,
             incarnation=before.first.incarnation,
         )
         await pair.load(lease)
-        cache_of(pair.reader).peers.on_goodbye(goodbye)
-        assert [peer.connection is not None for peer in cache_of(pair.reader).peers.by_address.values()] == [True]
+        host_of(pair.reader).peers.on_goodbye(goodbye)
+        assert [peer.connection is not None for peer in host_of(pair.reader).peers.by_address.values()] == [True]
 
 
 @in_virtual_time
@@ -210,7 +210,7 @@ async def test_leases_kept_and_engines_prewarmed() -> None:
         lease = pair.offer([3, 4])
         engine = PeerAddress(engine_id="producer", address=pair.writer.address)
         with pair.reader.keep_leases(lease.ticket):
-            await until(lambda: cache_of(pair.reader).remote_leases._renewed)
+            await until(lambda: host_of(pair.reader).leases._renewed)
             await fall_asleep(pair.producer)
             assert isinstance((await pair.reader.prewarm([engine]))[0], PeerNotReady)
             await wake(pair.producer)
@@ -225,7 +225,7 @@ async def test_a_reader_that_sleeps_forgets_its_peers_and_reads_again() -> None:
     async with readable_pair() as pair:
         lease = pair.offer([3, 4])
         with pair.reader.keep_leases(lease.ticket):
-            await until(lambda: cache_of(pair.reader).remote_leases._renewed)
+            await until(lambda: host_of(pair.reader).leases._renewed)
             await fall_asleep(pair.consumer)
             assert pair.reader.statistics().peers == ()
         await wake(pair.consumer)

@@ -13,10 +13,10 @@ from tests_support import PATIENT, in_virtual_time, limited
 
 from kvflow import Config, Ticket
 from kvflow.core.policy.states import PeerState
-from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.clock import SystemClock
 from kvflow.runtime.load.leases import RemoteLeases
-from kvflow.runtime.peers.peer import Source
+from kvflow.runtime.peers.peer import Resolver, Source
+from kvflow.runtime.rank import RankContext
 
 SOURCE = cast(
     Source,
@@ -63,8 +63,9 @@ async def test_a_lease_that_is_found_too_late_is_not_kept() -> None:
         tasks.append(asyncio.create_task(body, name=name))
         return tasks[-1]
 
-    cache = SimpleNamespace(config=Config(engine_id="any"), clock=SystemClock(), spawn=spawn, resolver=resolver)
-    leases = RemoteLeases(cast(RegisteredCache, cache))
+    context = SimpleNamespace(config=Config(engine_id="any"), clock=SystemClock(), spawn=spawn, local=None)
+    unused: Any = None
+    leases = RemoteLeases(cast(RankContext, context), unused, cast(Resolver, resolver), unused, unused, unused)
     with leases.renewing(cast(Ticket, AnyTicket())):
         await resolver.searching.wait()
     await asyncio.wait(tasks)

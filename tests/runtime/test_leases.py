@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 import pytest
-from pairs import EnginePair, cache_of
+from pairs import EnginePair, host_of
 from tests_support import PATIENT, altered, limited, turns, until
 
 from kvflow import Config, Lease, LeaseOutcome, ServeRequest, Ticket
@@ -461,7 +461,7 @@ async def test_a_producer_that_cannot_be_told_is_no_error(timed: TimedPair) -> N
 
 def answer_to_release(timed: TimedPair, lease: Lease, **change: object) -> messages.Reply:
     """What the producer says to a release by a rank like the consumer, but for a change in what it holds."""
-    local = cache_of(timed.reader).local
+    local = host_of(timed.reader).context.local
     question = messages.ReleaseRequest(
         reader="reader",
         target=Address("producer", Rank(0, 0, 0), "tcp://127.0.0.1:1"),

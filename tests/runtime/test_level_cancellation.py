@@ -45,14 +45,14 @@ async def test_a_load_that_waits_for_its_reads_is_cancelled_a_few_times_only(
 ) -> None:
     """Each cancellation wakes the task: 100 turns are 100 without a shield, and a core is busy for `cancel_grace_s`."""
     loads: list[Load] = []
-    accept = pair.reader._supervisor.cache.loader._accept  # type: ignore[union-attr]
+    accept = pair.reader._supervisor.incarnation.loader._accept  # type: ignore[union-attr]
 
     def note(*given: Any, **options: Any) -> Any:
         accepted = accept(*given, **options)
         loads.append(accepted[0])
         return accepted
 
-    monkeypatch.setattr(pair.reader._supervisor.cache.loader, "_accept", note)  # type: ignore[union-attr]
+    monkeypatch.setattr(pair.reader._supervisor.incarnation.loader, "_accept", note)  # type: ignore[union-attr]
     pair.transport.faults.hold = True
     lease = pair.offer([3, 4])
     scope = anyio.CancelScope()

@@ -14,7 +14,7 @@ from kvflow.core.protocol.proof import SEAL_SIZE_BYTES
 from kvflow.errors import COMPUTE, LayoutError
 from kvflow.testing import InprocPair
 from tests.support.growing_pairs import BLOCKS, TAKEN, opened, pair_of
-from tests.support.pairs import cache_of
+from tests.support.pairs import host_of
 from tests.support.tests_support import each, in_virtual_time, until
 
 Move = Callable[[torch.Tensor], object]
@@ -111,7 +111,7 @@ async def test_a_load_that_waits_for_tokens_reads_no_more_once_its_cache_has_mov
 async def test_host_buffers_stay_where_they_are_too() -> None:
     """An engine's own function for copies gets them."""
     async with pair_of("always") as pair:
-        (staging,) = cache_of(pair.producer.runtime).memory.staging
+        (staging,) = host_of(pair.producer.runtime).memory.staging
         buffers, _ = staging.layers[0]
         MOVES["set_"](buffers["layers.1"])
         with pytest.raises(LayoutError, match=MOVED):

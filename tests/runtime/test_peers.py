@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import pytest
 from hand_overs import free_ports
-from pairs import EnginePair, cache_of, engine_world, open_pair
+from pairs import EnginePair, engine_world, host_of, open_pair
 from scripted import Outcome, ScriptedSideChannel, ScriptedWorld, refusal
 from tests_support import PATIENT, altered, in_virtual_time, limited, small_cache, turns, until
 
@@ -217,7 +217,7 @@ async def test_many_reads_that_fail_at_once_are_one_failure(pair: ScriptedPair) 
 async def test_a_peer_that_falls_silent_is_asked_a_few_things_only_and_fails_all_who_ask(pair: ScriptedPair) -> None:
     ticket = pair.offer([3]).ticket
     await pair.load(ticket)
-    peers = cache_of(pair.reader).peers
+    peers = host_of(pair.reader).peers
     silence: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     asked = 0
 
@@ -229,7 +229,7 @@ async def test_a_peer_that_falls_silent_is_asked_a_few_things_only_and_fails_all
 
     pair.scripted.channel.ask = say_nothing  # type: ignore[method-assign]
     peer = peers.get(Address("producer", Rank(0, 0, 0), ticket.address))
-    find = cache_of(pair.reader).kvflow_resolver.find_lease
+    find = host_of(pair.reader).kvflow_resolver.find_lease
     asking = [asyncio.create_task(find(ticket, peer)) for _ in range(100)]
     await turns(10)
     assert asked == 8
@@ -421,7 +421,7 @@ async def test_peers_that_were_lost_make_room_before_those_that_are_connected() 
         await pair.load(lease)
         pair.clock.advance(PATIENT.handshake_timeout_s)
         await pair.load(there)
-        peers = cache_of(pair.reader).peers
+        peers = host_of(pair.reader).peers
         gone = peers.get(Address("producer", Rank(0, 0, 0), there.address))
         peers._disconnect(gone, "break", "scripted")
         assert await meet_nobody(pair, lease.ticket, 1) == [str(lease.ticket.first.port), "1"]

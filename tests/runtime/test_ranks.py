@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 import pytest
 import torch
-from pairs import cache_of, known, load_request
+from pairs import host_of, known, load_request
 from tests_support import PATIENT, WAIT_S, altered, leases_ended, limited, turns, until
 
 from kvflow import CacheLayout, Config, Lease, LeaseOutcome, LoadReport, Runtime, ServeRequest, Ticket, merge_tickets
@@ -53,7 +53,7 @@ class Engines:
 
     async def until_asked_again(self) -> None:
         """The second rank was met, asked, and asked again by a question that waits."""
-        await until(lambda: self.answered(1) >= 2 and cache_of(self.ranks[1]).serving.lease_answers.waiting == 1)
+        await until(lambda: self.answered(1) >= 2 and host_of(self.ranks[1]).serving.lease_answers.waiting == 1)
 
     async def load(self, ticket: Ticket) -> LoadReport:
         return await self.reader.load_blocks(load_request(ticket.to_params(), [5, 6]))
@@ -110,7 +110,7 @@ async def engines(
         reader, cache = await open_rank(stack, network, base, HEADS, 0.0, clock)
         yield Engines((first, second), (ours, theirs), reader, cache)
         for runtime in (first, second):
-            known(runtime._supervisor.cache).serving.close()
+            known(runtime._supervisor.incarnation).serving.close()
             await leases_ended(runtime)
 
 

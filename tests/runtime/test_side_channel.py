@@ -13,7 +13,7 @@ import pytest
 import zmq
 import zmq.asyncio
 from budgets import budget
-from pairs import EnginePair, cache_of, engine_world, load_request, open_pair
+from pairs import EnginePair, engine_world, host_of, load_request, open_pair
 from tests_support import PATIENT, WAIT_S, altered, small_cache, until
 
 from kvflow import Config, LeaseOutcome, Limits, Runtime, ServeRequest, Ticket
@@ -83,7 +83,7 @@ def refusal(version: int = codec.PROTOCOL_VERSION, **others: object) -> messages
 def metadata_of(pair: EnginePair) -> messages.Metadata:
     """What the producer's listener really answers."""
     request = messages.MetadataRequest(reader="test", target=Address("producer", Rank(0, 0, 0), "tcp://127.0.0.1:1"))
-    header = codec.our_header(cache_of(pair.reader).local.compatibility.fingerprint())
+    header = codec.our_header(host_of(pair.reader).context.local.compatibility.fingerprint())
     reply = pair.writer._supervisor._answer(header, request)
     assert isinstance(reply, messages.Metadata)
     return reply
@@ -167,7 +167,7 @@ async def test_metadata_that_cannot_be_true_or_does_not_fit(pair: EnginePair) ->
 async def test_a_refusal_that_cannot_be_true_costs_its_load_and_nothing_else(pair: EnginePair) -> None:
     for changes in ({"tp_size": 0}, {"layers": tuple(range(40_000))}):
         share = msgspec.structs.replace(metadata_of(pair).cache_shares[0], **changes)
-        lie = refusal(compatibility=cache_of(pair.reader).local.compatibility, cache_shares=(share,))
+        lie = refusal(compatibility=host_of(pair.reader).context.local.compatibility, cache_shares=(share,))
         async with fake_peer(lambda _, lie=lie: reply_frames(lie)) as port:  # type: ignore[misc]
             await pair.fails(ProtocolError, ticket_for(pair, port), match="cache share: |cache_shares")
     await pair.load(pair.offer([3]))
@@ -274,7 +274,7 @@ async def test_an_offer_that_no_answer_can_carry_is_said_to_be_too_large(monkeyp
     monkeypatch.setattr(connections, "ANSWER_BYTES_MAX", 1 << 14)  # what describes a cache is smaller
     ids = list(range(1 << 13))
     async with open_pair(num_blocks=len(ids)) as pair:
-        tokens = len(ids) * cache_of(pair.writer).local.groups[0].block_size
+        tokens = len(ids) * host_of(pair.writer).context.local.groups[0].block_size
         introduction = pair.writer.serve_blocks(ServeRequest("hello", [], 0)).ticket
         lease = pair.writer.serve_blocks(ServeRequest("long", ids, tokens))
         ticket = Ticket.rendezvous(introduction, "long")

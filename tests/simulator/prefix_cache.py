@@ -74,7 +74,7 @@ class RankPrefixCache:
     sharing: SharedPrefixes | None = None
 
     def share(self, pinned_blocks_max: int | None) -> None:
-        books = self.rank.runtime._supervisor.cache
+        books = self.rank.runtime._supervisor.incarnation
         assert books is not None, "registered before"
         vars(books.serving)["serve"] = partial(self._serve, books.serving.serve)
         self.sharing = self.rank.prefixes.share(self, pinned_blocks_max=pinned_blocks_max)

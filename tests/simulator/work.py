@@ -265,11 +265,12 @@ class SimRank:
 
     def look_up(self) -> None:
         """Find the ledger of the cache that is registered now, and watch its changes."""
-        books = self.runtime._supervisor.cache
+        books = self.runtime._supervisor.incarnation
         assert books is not None, "registered before"
-        self.uses = books.ledger._use
+        ledger = books.host.resources.ledger
+        self.uses = ledger._use
         for name in ("lease", "release", "begin_load", "quarantine", "end_load"):
-            setattr(books.ledger, name, partial(self._change, getattr(books.ledger, name)))
+            setattr(ledger, name, partial(self._change, getattr(ledger, name)))
         self._on_change(self)
 
     def _change(self, verb: Callable[[BlockIds], None], ids: BlockIds) -> None:

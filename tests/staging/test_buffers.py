@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pairs import EnginePair, cache_of
+from pairs import EnginePair, host_of
 from tests_support import PATIENT, WAIT_S, in_virtual_time, limited, small_cache, until
 
 from kvflow import Config, LeaseOutcome, LoadReport, Runtime, ServeRequest
@@ -291,7 +291,7 @@ async def test_a_cancelled_load_gives_its_buffers_back_when_the_copy_has_ended()
 async def test_a_lease_that_ends_while_it_is_copied_keeps_its_blocks_until_then(
     far: FarPair, outcome: LeaseOutcome
 ) -> None:
-    book = cache_of(far.writer).serving._book
+    book = host_of(far.writer).serving._book
     far.saved.gate.clear()
     expires = outcome is LeaseOutcome.EXPIRED
     lease = far.offer([3, 4], ttl_s=0.01 if expires else None)

@@ -24,7 +24,7 @@ PATIENT = replace(PEERS, terms=replace(PEERS.terms, router_s=20.0))
 
 
 def remote_agents(ours: Reader) -> int:
-    agents: Any = ours.runtime._supervisor.cache.agents  # type: ignore[union-attr]
+    agents: Any = ours.runtime._supervisor.incarnation.peers._agents  # type: ignore[union-attr]
     return len(agents._open)
 
 
@@ -62,7 +62,7 @@ async def test_a_number_that_has_risen_for_another_rank_costs_one_question() -> 
 
 def connections(ours: Reader) -> list[Any]:
     """The connections to the ranks of the producer, in order of the ranks."""
-    peers = ours.runtime._supervisor.cache.peers.by_address.values()  # type: ignore[union-attr]
+    peers = ours.runtime._supervisor.incarnation.peers.by_address.values()  # type: ignore[union-attr]
     return [peer.connection for peer in sorted(peers, key=lambda peer: peer.rank)]
 
 

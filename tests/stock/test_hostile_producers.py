@@ -71,9 +71,9 @@ async def test_an_agent_that_is_another_peers_is_refused_and_that_peer_keeps_its
     """One that shows another's agent as its own would be read in that one's name; and one may show ours."""
     async with stock_producer() as honest, stock_producer(engine_id="stock-x") as liar, reader() as ours:
         await ours.load(honest.offer("first", [3], TOKENS), [0])
-        cache = ours.runtime._supervisor.cache
-        assert cache is not None
-        for stolen in (honest.agents[0].native.getLocalMD(), cache.metadata.agent_metadata):
+        incarnation = ours.runtime._supervisor.incarnation
+        assert incarnation is not None
+        for stolen in (honest.agents[0].native.getLocalMD(), incarnation._metadata.agent_metadata):
             liar.change = {"agent_metadata": bytes(stolen)}
             with pytest.raises(KVFlowError, match="stock-x"):
                 await ours.load(liar.offer(agent_name_of(bytes(stolen)), [3], TOKENS), [1])

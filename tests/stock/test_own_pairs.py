@@ -153,7 +153,7 @@ async def test_an_engine_that_restarts_is_read_again() -> None:
 
 
 def known_peers(ours: Reader) -> Any:
-    return ours.runtime._supervisor.cache.peers.by_address.values()  # type: ignore[union-attr]
+    return ours.runtime._supervisor.incarnation.peers.by_address.values()  # type: ignore[union-attr]
 
 
 def serving(theirs: Producer) -> Any:

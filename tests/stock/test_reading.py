@@ -282,12 +282,12 @@ async def test_what_a_life_before_has_offered_and_came_after_its_end_is_not_read
 
 def kept_by(ours: Reader) -> int:
     """How many leases are kept."""
-    return sum(peer.leases_kept for peer in ours.runtime._supervisor.cache.peers.by_address.values())  # type: ignore[union-attr]
+    return sum(peer.leases_kept for peer in ours.runtime._supervisor.incarnation.peers.by_address.values())  # type: ignore[union-attr]
 
 
 def stale(ours: Reader) -> None:
     """Let what is known of its peers be old."""
-    for peer in ours.runtime._supervisor.cache.peers.by_address.values():  # type: ignore[union-attr]
+    for peer in ours.runtime._supervisor.incarnation.peers.by_address.values():  # type: ignore[union-attr]
         if peer.connection is not None:
             peer.connection.alive_s = -1e9  # type: ignore[attr-defined]
 

@@ -331,9 +331,9 @@ class Engine:
         Without `farewell`, the cache's readers are not notified.
         """
         if not farewell:
-            cache = self._runtime._supervisor.cache
-            assert cache is not None, "it is registered"
-            cache.goodbyes._readers.clear()
+            incarnation = self._runtime._supervisor.incarnation
+            assert incarnation is not None, "it is registered"
+            incarnation.goodbyes._readers.clear()
         await self._runtime.unregister()
         for tensor in self._pool.tensors.values():
             map_other_pages(tensor.data_ptr(), tensor.nbytes)

@@ -15,6 +15,7 @@ from kvflow import Config, Lease, LoadReport, LoadRequest, Ticket
 from kvflow.core.policy.ledger import BlockCounts
 from kvflow.runtime.channel.protocol import ListenerStatistics
 from kvflow.runtime.clock import Clock
+from kvflow.runtime.incarnation import Incarnation
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.requests import LoadingStatistics
 from kvflow.runtime.part import Part
@@ -127,7 +128,7 @@ class EnginePair(Pair[InprocTransport]):
 
     def revoke_all(self) -> None:
         """Revoke every lease of the producer."""
-        cache_of(self.writer).serving.close()
+        host_of(self.writer).serving.close()
 
     def overwrite(self) -> None:
         """Overwrite all blocks of the producer, as for another request."""
@@ -137,9 +138,9 @@ class EnginePair(Pair[InprocTransport]):
     async def assert_all_ended(self) -> None:
         """Revoke the open leases of both engines, and assert that all blocks are free again (invariant I5)."""
         for engine in (self.producer, self.consumer):
-            cache = engine.runtime._supervisor.cache
-            if cache is not None:
-                cache.serving.close()
+            incarnation = engine.runtime._supervisor.incarnation
+            if incarnation is not None:
+                incarnation.serving.close()
             await leases_ended(engine.runtime)
             assert_quiet(engine.runtime.statistics())
 
@@ -157,9 +158,14 @@ def known(statistics: Statistics | None) -> Statistics:
     return statistics
 
 
-def cache_of(runtime: Runtime) -> Any:
-    """Return the internal parts of a runtime with a registered cache."""
-    return known(runtime._supervisor.cache)
+def incarnation_of(runtime: Runtime) -> Incarnation:
+    """Return the registered cache of a runtime."""
+    return known(runtime._supervisor.incarnation)
+
+
+def host_of(runtime: Runtime) -> Any:
+    """Return the objects of a runtime's registered cache."""
+    return incarnation_of(runtime).host
 
 
 @contextlib.asynccontextmanager

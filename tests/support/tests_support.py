@@ -131,21 +131,21 @@ def small_cache(
 
 async def leases_ended(runtime: Runtime) -> None:
     """Wait until all leases have ended and their blocks are free. Fail if a lease ended only by expiry."""
-    cache = runtime._supervisor.cache
-    if cache is None or runtime.state is RuntimeState.CLOSED:
+    incarnation = runtime._supervisor.incarnation
+    if incarnation is None or runtime.state is RuntimeState.CLOSED:
         return
-    leases = [offer.entry for offer in cache.serving._open_leases.values()]
+    leases = [offer.entry for offer in incarnation.serving._open_leases.values()]
     open_now = [lease for lease in leases if lease.state is LeaseState.OFFERED]  # a notification may be on its way
     async with asyncio.timeout(WAIT_S):
-        await cache.serving.drained()
+        await incarnation.serving.drained()
     left_open = [lease for lease in open_now if lease.state is LeaseState.EXPIRED]
     assert not left_open, f"nothing ended them but their time: {left_open}"
 
 
 async def pass_deadlines(runtime: Runtime) -> None:
     """Make the deadlines of all loads under way pass now, once the test has brought the loads to the right state."""
-    assert runtime._supervisor.cache is not None
-    loader, now_s = runtime._supervisor.cache.loader, asyncio.get_running_loop().time()
+    assert runtime._supervisor.incarnation is not None
+    loader, now_s = runtime._supervisor.incarnation.loader, asyncio.get_running_loop().time()
     for load in loader._loads:
         load.deadline_at_s = now_s
     loader._set_deadline_timer(now_s)

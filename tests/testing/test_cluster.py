@@ -112,13 +112,14 @@ async def test_a_lease_that_nobody_knows_of_is_found(kvflow_pair: InprocPair) ->
 
 
 async def test_a_block_that_nobody_answers_for_is_found(kvflow_pair: InprocPair) -> None:
-    cache = kvflow_pair.consumer.runtime._supervisor.cache
-    assert cache is not None
+    incarnation = kvflow_pair.consumer.runtime._supervisor.incarnation
+    assert incarnation is not None
+    ledger = incarnation.host.resources.ledger
     ids = np.array([5])
-    cache.ledger.begin_load(ids)
+    ledger.begin_load(ids)
     with pytest.raises(AssertionError, match="blocks in flight without a load"):
         assert_conserved(kvflow_pair.consumer.runtime, [])
-    cache.ledger.end_load(ids)
+    ledger.end_load(ids)
 
 
 # --- NIXL

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from kvflow import Config
-from kvflow.core.cache.regions import Span
+from kvflow.core.cache.regions import HOST, Span
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
-from kvflow.core.protocol.proof import HOST
 from kvflow.errors import PeerUnreachable, ProtocolError
 from kvflow.testing.network_conditions import NetworkConditions
 from kvflow.testing.side_channel import InprocSideChannel

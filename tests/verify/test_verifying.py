@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from pairs import EnginePair, cache_of, open_pair
+from pairs import EnginePair, host_of, open_pair
 from scripted import ScriptedSideChannel
 from tests_support import PATIENT, Records, limited, until
 
@@ -48,7 +48,7 @@ ALWAYS = replace(PATIENT, verify_share=1.0)
 
 
 def part_of(runtime: kvflow.Runtime) -> Any:
-    return cache_of(runtime).part("verify", "a test")
+    return host_of(runtime).optional.verify("a test")
 
 
 class HeldDigests:
@@ -119,7 +119,7 @@ async def test_off_asks_for_nothing_prepares_nothing_and_notices_nothing(pair: E
     assert "verify" not in report.seconds
     assert pair.serving.digests == pair.loading.verified == 0
     for runtime in (pair.reader, pair.writer):
-        assert "verify" not in cache_of(runtime)._parts
+        assert "verify" not in host_of(runtime).optional._begun
 
 
 async def test_a_flipped_byte_is_read_once_more(pair: EnginePair, caplog: pytest.LogCaptureFixture) -> None:

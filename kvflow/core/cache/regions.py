@@ -29,6 +29,10 @@ class Device(NamedTuple):
     number: DeviceIndex
 
 
+HOST = Device("cpu", 0)
+"""The memory of the host."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regions:
     """The regions of a cache: in region i, block b starts at address `bases[i] + b * strides[i]`. Strides are in bytes.

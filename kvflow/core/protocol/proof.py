@@ -39,11 +39,10 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvflow.core.cache.regions import Device, Span
+from kvflow.core.cache.regions import HOST, Span
 from kvflow.core.plan.descriptors import Descriptors, Piece
 
 SEAL_SIZE_BYTES = 16
-HOST = Device("cpu", 0)
 _WIPED = bytes(SEAL_SIZE_BYTES)
 FAILED = (1 << 32) - 1
 """Number of missing tokens in a seal if the lease has ended because its prompt could not be computed."""

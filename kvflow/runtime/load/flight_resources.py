@@ -53,7 +53,8 @@ class Poller:
 
     def __init__(self, transport: Transport, on_notification: Callable[[bytes], None]) -> None:
         self._transport = transport
-        self._on_notification = on_notification
+        self.on_notification = on_notification
+        """Called with each notification of a peer."""
         self._under_way: dict[PostedRead, OnReadEnd] = {}
         self._cause: BaseException | None = None
         self._ended = self._transport_closing = False
@@ -114,7 +115,7 @@ class Poller:
         if isinstance(event, ReadEnded):
             self._under_way.pop(event.read)(event)
         else:
-            self._on_notification(event.payload)
+            self.on_notification(event.payload)
 
 
 class SealSlots:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvflow.core.protocol import codec, messages, notifications
 from kvflow.core.protocol.addresses import Address
@@ -32,12 +32,12 @@ from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, Overloaded, PeerError, PeerUnreachable, RuntimeUnavailable
 from kvflow.logs import logger_of
 from kvflow.runtime.clock import Alarm
-from kvflow.runtime.peers.peer import Source, check_parallelism
-from kvflow.runtime.peers.ticket_resolver import lease_from_answer
-from kvflow.transport.base import AgentName
-
-if TYPE_CHECKING:
-    from kvflow.runtime.assembly import RegisteredCache
+from kvflow.runtime.optional import OptionalParts
+from kvflow.runtime.peers.peer import Resolver, Source, check_parallelism
+from kvflow.runtime.peers.table import Peers
+from kvflow.runtime.peers.ticket_resolver import TicketResolver, lease_from_answer
+from kvflow.runtime.rank import RankContext
+from kvflow.transport.base import AgentName, Transport
 
 logger = logger_of(__name__)
 
@@ -62,9 +62,9 @@ class LeaseIdNotifier:
 
     heartbeat_s: float | None = None
 
-    def __init__(self, cache: RegisteredCache) -> None:
-        self._transport = cache.transport
-        self._reader = cache.local.reader
+    def __init__(self, transport: Transport, reader: str) -> None:
+        self._transport = transport
+        self._reader = reader
         self._batch_max = leases_max(self._reader, notifications.NOTIFICATION_BYTES_MAX)
         self._join = partial(join_read_done, lease_ids_max=self._batch_max)
 
@@ -107,14 +107,27 @@ def warn_if_never_entered(entered: Sequence[bool], request_id: str) -> None:
 class RemoteLeases:
     """Renews the leases on other engines that this rank needs, and gives back leases that it does not need."""
 
-    def __init__(self, cache: RegisteredCache) -> None:
-        self._cache = cache
-        self._config = cache.config
-        self._clock = cache.clock
-        self._spawn = cache.spawn
-        self._resolver = cache.resolver
+    def __init__(
+        self,
+        context: RankContext,
+        peers: Peers,
+        resolver: Resolver,
+        kvflow_resolver: TicketResolver,
+        notifier: LeaseIdNotifier,
+        optional: OptionalParts,
+    ) -> None:
+        """`resolver` resolves any ticket, `kvflow_resolver` the tickets of kvflow engines."""
+        self._config = context.config
+        self._local = context.local
+        self._clock = context.clock
+        self._spawn = context.spawn
+        self._peers = peers
+        self._resolver = resolver
+        self._kvflow_resolver = kvflow_resolver
+        self._notifier = notifier
+        self._optional = optional
         self._renewed: dict[object, list[_RenewedLease]] = {}
-        self._alarm = Alarm(cache.clock, self._renew)
+        self._alarm = Alarm(context.clock, self._renew)
         self._closed = False
         self.renewals_sent = 0
         """Number of renewals sent; one notification may renew several leases."""
@@ -235,9 +248,8 @@ class RemoteLeases:
 
         `on_lease` is called for each rank, with its source and the lease's `ttl_s`.
         """
-        growing = self._cache.part("growing", f"request {ticket.request_id!r}: a pending ticket")
-        offered: Ticket = await growing.pending_tickets.await_offers(ticket, on_lease)
-        return offered
+        growing = self._optional.growing(f"request {ticket.request_id!r}: a pending ticket")
+        return await growing.pending_tickets.await_offers(ticket, on_lease)
 
     def _opens_within_s(self, ticket: Ticket) -> float:
         """Return how many seconds the lease of a pending ticket may take to be opened; 0 for other tickets."""
@@ -282,7 +294,7 @@ class RemoteLeases:
                 notified = False
             return notified
 
-        return len(await self._cache.kvflow_resolver.visit_ranks(ticket, visit)) > 0 and notified
+        return len(await self._kvflow_resolver.visit_ranks(ticket, visit)) > 0 and notified
 
     async def _release_by_notification(self, ticket: Ticket, problems: list[KVFlowError]) -> bool:
         try:
@@ -336,18 +348,16 @@ class RemoteLeases:
 
         Return True if the rank was notified, or if the lease had ended already.
         """
-        named, local = ticket.find(at.rank), self._cache.local
+        named, local = ticket.find(at.rank), self._local
         lease = named if named is not None and named.lease_id else None
-        peer = self._cache.peers.get(at)
+        peer = self._peers.get(at)
         if peer.connection is not None:
             check_parallelism(ticket, peer, peer.connection)
             if lease is not None and peer.connection.incarnation == lease.incarnation:
-                self._cache.lease_notifier.report_read(
-                    peer.connection.agent, lease.lease_id, *peer.connection.report_share
-                )
+                self._notifier.report_read(peer.connection.agent, lease.lease_id, *peer.connection.report_share)
                 return True
         if lease is None:
-            answer = await self._cache.kvflow_resolver.ask_about_lease(ticket, peer)
+            answer = await self._kvflow_resolver.ask_about_lease(ticket, peer)
             if answer.lease is None:
                 return answer.state is not messages.LeaseAnswerState.WAITING  # it has ended: nothing to release
             lease = lease_from_answer(at, answer.lease)
@@ -357,4 +367,4 @@ class RemoteLeases:
             lease_id=lease.lease_id,
             cache_shares=local.cache_shares,
         )
-        return (await self._cache.peers.send(peer, question)).incarnation == lease.incarnation
+        return (await self._peers.send(peer, question)).incarnation == lease.incarnation

@@ -7,7 +7,7 @@ import contextlib
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -38,6 +38,19 @@ def priority_of_unchecked(request: LoadRequest) -> int:
         return request.priority
     found = checks.try_call(lambda: checks.whole(request.priority, "priority"))
     return _DEFAULT_PRIORITY if found is None else found
+
+
+class LeaseNews(Protocol):
+    """What a load hears from the ranks of its leases that are not complete, until `close`."""
+
+    @property
+    def failed(self) -> str:
+        """Reason why the prompt could not be computed, from the first rank that gave one; else empty."""
+
+    async def payload(self) -> bytes | None:
+        """Wait for the promised payload, empty if none is promised; None if a lease has ended without it."""
+
+    def close(self) -> None: ...
 
 
 @checks.hides_secrets
@@ -122,8 +135,8 @@ class Load:
         """Kind of proof, as in a `LoadReport`; empty before the load is planned."""
         self.tokens = 0
         self.flight: Flight | None = None
-        self.lease_questions: Any = None
-        """The `growing.lease_questions.LeaseQuestions` about leases that are not complete; None without them."""
+        self.lease_questions: LeaseNews | None = None
+        """What the load hears about its leases that are not complete; None if all are."""
         self.landed: History | None = None
         """The number of landed tokens over time; None unless the load reads leases that are not complete."""
         self.verification = Verification.OFF

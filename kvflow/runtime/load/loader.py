@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvflow import checks
 from kvflow.checks import counted
@@ -35,9 +35,9 @@ from kvflow.errors import (
     without_secrets,
 )
 from kvflow.logs import logger_of
-from kvflow.parts import import_part
-from kvflow.runtime.load import steps
 from kvflow.runtime.load.flight import Flight
+from kvflow.runtime.load.flight_resources import FlightResources, LoadThrottle
+from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.load.load import Load, LoadPerformer, priority_of_unchecked, request_name
 from kvflow.runtime.load.plan import check_against_ticket
 from kvflow.runtime.load.requests import (
@@ -51,11 +51,12 @@ from kvflow.runtime.load.requests import (
     PeerLoad,
     Verification,
 )
-from kvflow.runtime.peers.peer import blocks_by_group
+from kvflow.runtime.load.steps import LoadSteps
+from kvflow.runtime.optional import OptionalParts
+from kvflow.runtime.peers.peer import Resolver, blocks_by_group
+from kvflow.runtime.peers.table import Peers
+from kvflow.runtime.rank import RankContext
 from kvflow.runtime.records import CANCELLED, LOADED, LoadRecord
-
-if TYPE_CHECKING:
-    from kvflow.runtime.assembly import RegisteredCache
 
 logger = logger_of(__name__)
 
@@ -69,12 +70,30 @@ _ENGINES_MAX = 1024
 class Loader:
     """Accepts, performs, counts and ends the loads into one registered cache."""
 
-    def __init__(self, cache: RegisteredCache) -> None:
-        self._cache = cache
-        self._config = cache.config
-        self._observers = cache.observers
-        self._now_s = cache.clock.now_s
-        self._throttle = cache.throttle
+    def __init__(
+        self,
+        context: RankContext,
+        peers: Peers,
+        resolver: Resolver,
+        leases: RemoteLeases,
+        resources: FlightResources,
+        throttle: LoadThrottle,
+        steps: LoadSteps,
+        optional: OptionalParts,
+    ) -> None:
+        self._config = context.config
+        self._rank = context.rank
+        self._local = context.local
+        self._observers = context.observers
+        self._clock = context.clock
+        self._now_s = context.clock.now_s
+        self._peers = peers
+        self._resolver = resolver
+        self._leases = leases
+        self._resources = resources
+        self._throttle = throttle
+        self._steps = steps
+        self._optional = optional
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._deadline_timer_s = math.inf
         self._loads: dict[Load, None] = {}  # in order, so that a simulation can be replayed
@@ -92,10 +111,10 @@ class Loader:
 
     @property
     def statistics(self) -> LoadingStatistics:
-        queue = self._cache.resources.permit_queue
+        queue = self._resources.permit_queue
         return LoadingStatistics(
             open_loads=len(self._loads),
-            waiting_loads=self._cache.resources.seal_slots.waiting,
+            waiting_loads=self._resources.seal_slots.waiting,
             waiting_reads=queue.waiting,
             in_flight=InFlight(*queue.used),
             peers={
@@ -103,10 +122,9 @@ class Loader:
                 for peer, used, waiting in queue.peers()
             },
             quarantines=len(self.quarantines),
-            renewals=self._cache.remote_leases.renewals_sent,
+            renewals=self._leases.renewals_sent,
             never_read=sum(
-                many >= NEVER_READ_AT and not self._cache.peers.has_delivered(one)
-                for one, many in self._never_read.items()
+                many >= NEVER_READ_AT and not self._peers.has_delivered(one) for one, many in self._never_read.items()
             ),
             **self._counts,
             **{str(one): self._verified[one] for one in Verification if one is not Verification.OFF},
@@ -134,7 +152,7 @@ class Loader:
 
     def tables_of(self, block_ids: GivenBlockIds, request_id: str) -> tuple[BlockIds, ...]:
         """Return the local blocks of a request, one array of ids for each group. RequestError if an id is invalid."""
-        return self._cache.resources.ledger.find_entries(block_ids, f"request {request_id!r}: block_ids")[0]
+        return self._resources.ledger.find_entries(block_ids, f"request {request_id!r}: block_ids")[0]
 
     def start(self, request: LoadRequest) -> Load:
         """Accept `request`, start a task that performs the load, and return its handle, for `Runtime.start_load`."""
@@ -152,7 +170,7 @@ class Loader:
             self._observers.load_ended(
                 LoadRecord(
                     engine_id=self._config.engine_id,
-                    rank=self._cache.rank,
+                    rank=self._rank,
                     request_id=without_secrets(request_name(request)),
                     outcome=type(error).__name__,
                     error=str(error),
@@ -165,7 +183,7 @@ class Loader:
         """Make all loads under way fail soon: with CacheUnregistered if `unregistered`, else with RuntimeClosed."""
         self._closed, self._unregistered = True, self._unregistered or unregistered
         self._set_deadline_timer(math.inf)
-        self._cache.remote_leases.close()
+        self._leases.close()
         for load in self._loads:
             load.cancel_overdue()
 
@@ -195,25 +213,25 @@ class Loader:
         `waited_s`: seconds that the request has waited, which count towards the load's deadline. If the request is not
         accepted, this counts a refused load and raises the error.
         """
-        cache, config = self._cache, self._config
+        config = self._config
         try:
             if config.role == "producer":
                 raise UsageError(f"load_blocks: the role of engine {config.engine_id!r} is 'producer'")
             plain = checks.normalize_request(request, LoadRequest, "load_blocks", config.limits.block_ids_max)
             what = f"request {plain.request_id!r}"
             tickets = self._parse_tickets(plain.ticket, what)
-            perform: LoadPerformer = partial(steps.perform, cache)
+            perform: LoadPerformer = self._steps.perform
             if len(tickets) > 1 or plain.again is not None:
                 needing = f"{what}: a load of several tickets, or with `again`,"
-                perform = import_part("failover", needing).performer(cache, tickets)
+                perform = self._optional.failover(needing).performer(tickets)
             elif tickets[0].awaited:
-                perform = cache.part("growing", f"{what}: a load with a pending ticket").pending_tickets.perform
-            if plain.verify and (problem := cache.part("verify", f"{what}: verify").problem):
+                perform = self._optional.growing(f"{what}: a load with a pending ticket").pending_tickets.perform
+            if plain.verify and (problem := self._optional.verify(f"{what}: verify").problem):
                 raise RequestError(f"{what}: verify: {problem}")
-            tables, entries = cache.ledger.find_entries(plain.block_ids, f"{what}: block_ids")
+            tables, entries = self._resources.ledger.find_entries(plain.block_ids, f"{what}: block_ids")
             if plain.prompt is not None or plain.num_tokens is not None:
                 for one in tickets:
-                    check_against_ticket(cache.local.groups, plain, one, tables)
+                    check_against_ticket(self._local.groups, plain, one, tables)
             # Connectors compare prompts in their schedulers: their requests have `num_tokens`.
             if plain.num_tokens is None and (plain.prompt is None) is (tickets[0].prompt_digest != ""):
                 self._note_one_sided_prompt(plain, tickets[0])
@@ -221,7 +239,7 @@ class Loader:
             self.refuse(request, error)
             raise
         deadline_s = config.load_deadline_s if plain.deadline_s is None else plain.deadline_s
-        load = Load(plain, tickets[0], tables, entries, cache.clock, begun_s)
+        load = Load(plain, tickets[0], tables, entries, self._clock, begun_s)
         if deadline_s <= 0:
             load.stall_text = f": its deadline_s was {deadline_s:g} when it was requested"
         load.deadline_at_s = asyncio.get_running_loop().time() + deadline_s - waited_s
@@ -247,7 +265,7 @@ class Loader:
         tickets: list[Ticket] = []
         for one in several:
             try:
-                tickets.append(self._cache.resolver.read_ticket(one))
+                tickets.append(self._resolver.read_ticket(one))
             except RequestError as error:
                 raise RequestError(f"{what}: {error}") from error
             if len(tickets) > 1:
@@ -336,7 +354,7 @@ class Loader:
         If a router sends failed requests to another engine, their callers see no errors, only that prompts take long.
         This warning says why.
         """
-        if self._cache.peers.has_delivered(engine_id):
+        if self._peers.has_delivered(engine_id):
             self._never_read.pop(engine_id, None)
             return
         many = self._never_read[engine_id] = self._never_read.get(engine_id, 0) + 1
@@ -393,7 +411,7 @@ class Loader:
         if counted != "succeeded" and load.flight is not None and not load.flight.safe:
             self._quarantined[load.flight], load.flight.on_safe = load, self._quarantine_ended
         self._loads.pop(load, None)
-        self._cache.remote_leases.stop_renewing(load)
+        self._leases.stop_renewing(load)
         self._counts[counted] += 1
         if load.attempts:
             self._counts["sources_left"] += len(load.attempts) - 1
@@ -415,7 +433,7 @@ class Loader:
             load.end_phases()
         return LoadRecord(
             engine_id=self._config.engine_id,
-            rank=self._cache.rank,
+            rank=self._rank,
             request_id=without_secrets(load.request_id),
             peer_engine_id=ticket.engine_id,
             remote_request_id=without_secrets(ticket.request_id),
@@ -425,7 +443,7 @@ class Loader:
             phase=load.phase,
             bytes=flight.size_bytes if flight else 0,
             blocks=sum(map(len, load.tables)),
-            blocks_by_group=blocks_by_group(self._cache.local.groups, load.tables),
+            blocks_by_group=blocks_by_group(self._local.groups, load.tables),
             descriptors=flight.descriptor_count if flight else 0,
             seconds=load.seconds,
             verification=load.verification,

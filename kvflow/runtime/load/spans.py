@@ -14,9 +14,9 @@ from typing import NamedTuple, Protocol
 
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks
-from kvflow.runtime.assembly import RegisteredCache
+from kvflow.limits import Limits
 from kvflow.runtime.load.flight import CopyGroup, Read, SealPieceOf
-from kvflow.runtime.load.steps import reads_of_chunks
+from kvflow.runtime.load.reads import reads_of_chunks
 from kvflow.runtime.memory import HostBlocks
 from kvflow.runtime.peers.peer import Source
 
@@ -213,14 +213,14 @@ class SpanPlanner(Protocol):
 class DirectSpans(SpanPlanner):
     """Plans spans that are read straight into one registered cache, without buffers."""
 
-    def __init__(self, cache: RegisteredCache) -> None:
-        self._cache = cache
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
 
     def span_queues(self, sources: Sequence[Source], tables: Sequence[BlockIds]) -> list[SpanQueue]:
         """Return a queue for each pair of a group of layers and a rank (`SpanPlanner.span_queues`)."""
         parts = [SourcePart(source, *item) for source in sources for item in source.chunks.items()]
         return [
-            SpanQueue(some, None, tables[at], self._cache.config.limits.slice_bytes_max)
+            SpanQueue(some, None, tables[at], self._limits.slice_bytes_max)
             for at, of_group in parts_by_group(parts)
             for some in parts_by_source(of_group)
         ]
@@ -230,7 +230,7 @@ class DirectSpans(SpanPlanner):
         reads: list[Read] = []
         for part in span.queue.parts:
             chunks = {part.block_map: span.chunks_of(part)}
-            reads += reads_of_chunks(self._cache, part.source, chunks, None if reads else seal_piece_of)
+            reads += reads_of_chunks(self._limits, part.source, chunks, None if reads else seal_piece_of)
         return CopyGroup(reads)
 
 

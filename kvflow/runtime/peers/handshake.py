@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
 
 from kvflow.checks import counted, is_name
 from kvflow.core.cache.layout import has_separate_heads
@@ -31,12 +30,11 @@ from kvflow.errors import (
 from kvflow.hosts import loopback_hint
 from kvflow.logs import logger_of
 from kvflow.runtime import open_files
+from kvflow.runtime.channel.protocol import SideChannel
 from kvflow.runtime.peers.first_contacts import overloaded
 from kvflow.runtime.peers.peer import PEER_TEXT_CHARS_MAX, Connection, LeaseNotifier, LocalRank, Peer, peer_text
-from kvflow.transport.base import BY_SOME_BUILDS, DEVICES, AgentName, PeerGone, TransportError
-
-if TYPE_CHECKING:
-    from kvflow.runtime.assembly import RegisteredCache
+from kvflow.runtime.rank import RankContext, Spawn
+from kvflow.transport.base import BY_SOME_BUILDS, DEVICES, AgentName, PeerGone, Transport, TransportError
 
 logger = logger_of(__name__)
 
@@ -46,13 +44,15 @@ _DIFFERENCES_MAX = 2000
 class Handshakes:
     """Client that shakes hands with kvflow peers and asks them questions, for one registered cache."""
 
-    def __init__(self, cache: RegisteredCache, lease_notifier: LeaseNotifier) -> None:
-        self._config = cache.config
-        self._side_channel = cache.side_channel
-        self._local = cache.local
+    def __init__(
+        self, context: RankContext, side_channel: SideChannel, agents: Agents, lease_notifier: LeaseNotifier
+    ) -> None:
+        self._config = context.config
+        self._side_channel = side_channel
+        self._local = context.local
         self.lease_notifier = lease_notifier
         """Notifies producers about their leases; every new connection gets this object."""
-        self.agents = cache.agents
+        self.agents = agents
 
     async def connect(self, peer: Peer, request_id: str | None) -> Connection:
         """Ask `peer` for its metadata. Return the open connection if the incarnation is the same, else a new one.
@@ -96,9 +96,9 @@ class Agents:
     load holds the connection. The agent can be added again only after its removal has ended.
     """
 
-    def __init__(self, cache: RegisteredCache) -> None:
-        self._transport = cache.transport
-        self._spawn = cache.spawn
+    def __init__(self, transport: Transport, spawn: Spawn) -> None:
+        self._transport = transport
+        self._spawn = spawn
         self._open: dict[AgentName, Connection] = {}
         self._changing: dict[AgentName, asyncio.Future[None]] = {}
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from kvflow.checks import counted, printable, short_repr
 from kvflow.core.cache.groups import GroupFacts
-from kvflow.core.cache.regions import Regions
+from kvflow.core.cache.regions import HOST, Regions
 from kvflow.core.plan import topology
 from kvflow.core.plan.block_map import BlockMap, RegionMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks
@@ -22,7 +22,7 @@ from kvflow.core.policy.states import PEER_TABLE, PeerEvent, PeerState, fire
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.compatibility import Compatibility
-from kvflow.core.protocol.proof import HOST, Proof, quick_read_max_s
+from kvflow.core.protocol.proof import Proof, quick_read_max_s
 from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import PeerError, PeerIncompatible, PeerUnreachable

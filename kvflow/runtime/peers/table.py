@@ -16,7 +16,7 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -44,10 +44,9 @@ from kvflow.limits import QUESTION_WAIT_S
 from kvflow.logs import logger_of
 from kvflow.runtime.clock import Alarm
 from kvflow.runtime.peers.first_contacts import FirstContacts, first_contact_timeout_s, overloaded
+from kvflow.runtime.peers.handshake import Agents
 from kvflow.runtime.peers.peer import INCARNATIONS_MAX, Connection, Handshake, Peer, Source, peer_to_evict
-
-if TYPE_CHECKING:
-    from kvflow.runtime.assembly import RegisteredCache
+from kvflow.runtime.rank import RankContext
 
 logger = logger_of(__name__)
 
@@ -87,22 +86,22 @@ class HandshakeClient(Protocol):
 class Peers:
     """All peers of one registered cache: their connections, questions, back-off and eviction."""
 
-    def __init__(self, cache: RegisteredCache, handshakes: HandshakeClient) -> None:
-        config = cache.config
+    def __init__(self, context: RankContext, agents: Agents, handshakes: HandshakeClient) -> None:
+        config = context.config
         self._config = config
         self._back_off = BackOff(config.limits.peer_backoff_first_s, config.limits.peer_backoff_max_s)
         self.handshakes = handshakes
-        self._agents = cache.agents
-        self._clock = cache.clock
-        self._spawn = cache.spawn
-        self._token_hex = cache.token_hex
+        self._agents = agents
+        self._clock = context.clock
+        self._spawn = context.spawn
+        self._token_hex = context.token_hex
         self._contacts = FirstContacts(config)
         self.by_address: dict[tuple[str, Rank, str], Peer] = {}
         """All peers by `Address`. Other modules may read this dict but not change it."""
-        self._own = (cache.local.caller, cache.incarnation)
+        self._own = (context.local.caller, context.incarnation)
         self._logged: BoundedMap[tuple[str, str], None] = BoundedMap(_LOGGED_MAX)
         """Bounded set of (address or engine id, text) for which a warning was logged."""
-        self._sweep_alarm = Alarm(cache.clock, self._evict_idle)
+        self._sweep_alarm = Alarm(context.clock, self._evict_idle)
         self._closed = False
 
     @property

@@ -15,7 +15,7 @@ import asyncio
 import zlib
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -44,10 +44,9 @@ from kvflow.errors import (
 from kvflow.hosts import PORT_MAX, address_at, loopback_hint, split_address
 from kvflow.logs import logger_of
 from kvflow.runtime.peers.peer import Connection, Peer, ReadTicket, Source, check_parallelism, peer_text
+from kvflow.runtime.peers.table import Peers
+from kvflow.runtime.rank import RankContext
 from kvflow.runtime.tasks import for_each
-
-if TYPE_CHECKING:
-    from kvflow.runtime.assembly import RegisteredCache
 
 logger = logger_of(__name__)
 
@@ -86,10 +85,10 @@ The source is None if the rank's lease is not needed, or not known yet.
 class TicketResolver:
     """The `Resolver` of kvflow tickets: it connects the ranks of a ticket and finds their leases."""
 
-    def __init__(self, cache: RegisteredCache) -> None:
-        config, local, peers = cache.config, cache.local, cache.peers
+    def __init__(self, context: RankContext, peers: Peers) -> None:
+        config, local = context.config, context.local
         self._config = config
-        self._clock = cache.clock
+        self._clock = context.clock
         self.read_ticket: ReadTicket = partial(read_ticket, block_ids_max=config.limits.block_ids_max)
         """Function that decodes and checks a ticket given by a caller. RequestError if the ticket is invalid."""
         self._local = local

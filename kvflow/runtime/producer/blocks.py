@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -22,13 +22,12 @@ from kvflow.core.cache.groups import GroupFacts, GroupKind, tokens_held
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.policy.events import DeviceEvent, Watch
 from kvflow.core.policy.history import History
-from kvflow.core.protocol.proof import FAILED
+from kvflow.core.policy.ledger import BlockLedger
+from kvflow.core.protocol.proof import FAILED, SealTable
 from kvflow.errors import HostBlocksBusy, Overloaded, RequestError
-from kvflow.runtime.copy_thread import run_all
-from kvflow.runtime.memory import CopyDirection
-
-if TYPE_CHECKING:
-    from kvflow.runtime.assembly import RegisteredCache
+from kvflow.runtime.copy_thread import CopyThread, run_all
+from kvflow.runtime.memory import CopyDirection, RankMemory
+from kvflow.runtime.rank import RankContext
 
 OnError: TypeAlias = "Callable[[BaseException], None]"
 
@@ -115,15 +114,24 @@ class HeldBlocks:
 class OfferedBlocks:
     """Takes blocks, seals and host blocks of one rank for its leases, and frees them."""
 
-    def __init__(self, cache: RegisteredCache) -> None:
-        self._groups = cache.local.groups
-        self._ledger = cache.ledger
-        self._seals = cache.seals
-        self._memory = cache.memory
-        self._copy_thread = cache.resources.copy_thread
+    def __init__(
+        self,
+        context: RankContext,
+        ledger: BlockLedger,
+        seals: SealTable,
+        memory: RankMemory,
+        copy_thread: CopyThread,
+    ) -> None:
+        self._groups = context.local.groups
+        self._ledger = ledger
+        self._seals = seals
+        self._memory = memory
+        self._copy_thread = copy_thread
         self._stage_unit = math.lcm(*(group.block_size for group in self._groups))
         """Least common multiple of the block sizes of all groups, in tokens."""
-        self._stage_step = self._stage_unit * max(cache.config.limits.slice_bytes_max // max(self._unit_bytes(), 1), 1)
+        self._stage_step = self._stage_unit * max(
+            context.config.limits.slice_bytes_max // max(self._unit_bytes(), 1), 1
+        )
         """Maximum number of tokens that one copy job moves to host blocks, about `limits.slice_bytes_max` bytes."""
 
     def needs_more_blocks(self, block_ids: object, num_tokens: int, what: str) -> bool:

@@ -8,7 +8,6 @@ remembered, and each address gets at most one `Goodbye`.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 from kvflow.checks import is_name
 from kvflow.config import ENGINE_ID_CHARS_MAX
@@ -18,10 +17,9 @@ from kvflow.core.protocol.addresses import Address
 from kvflow.errors import ConfigError, PeerError
 from kvflow.hosts import is_host, split_address
 from kvflow.logs import logger_of
+from kvflow.runtime.channel.protocol import SideChannel
+from kvflow.runtime.rank import RankContext
 from kvflow.runtime.tasks import for_each
-
-if TYPE_CHECKING:
-    from kvflow.runtime.assembly import RegisteredCache
 
 logger = logger_of(__name__)
 
@@ -31,13 +29,13 @@ _AT_ONCE_MAX = 16
 class Goodbyes:
     """The readers that have connected to this rank, and the sending of a `Goodbye` to each when the rank closes."""
 
-    def __init__(self, cache: RegisteredCache) -> None:
-        self._config = cache.config
-        self._side_channel = cache.side_channel
-        self._incarnation = cache.incarnation
-        self._local = cache.local
-        self._who = f"engine {cache.config.engine_id!r} ({cache.rank})"
-        self._readers: BoundedMap[Address, None] = BoundedMap(cache.config.limits.readers_max)
+    def __init__(self, context: RankContext, side_channel: SideChannel) -> None:
+        self._config = context.config
+        self._side_channel = side_channel
+        self._incarnation = context.incarnation
+        self._local = context.local
+        self._who = f"engine {context.config.engine_id!r} ({context.rank})"
+        self._readers: BoundedMap[Address, None] = BoundedMap(context.config.limits.readers_max)
 
     @property
     def count(self) -> int:

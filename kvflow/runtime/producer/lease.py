@@ -6,7 +6,7 @@ import asyncio
 import enum
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import Annotated, Any, Protocol, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -24,9 +24,6 @@ from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.runtime.producer.blocks import HeldBlocks
 from kvflow.runtime.tasks import require_loop
-
-if TYPE_CHECKING:
-    from kvflow.runtime.producer.serving import Serving
 
 
 @checks.hides_secrets
@@ -164,6 +161,28 @@ class OpenLease:
         )
 
 
+class LeaseGrowth(Protocol):
+    """Serves leases that are opened before all tokens are computed, for `Lease`'s methods of the same names."""
+
+    def advance(self, opened: OpenLease, num_tokens: int, ready: DeviceEvent | None) -> None: ...
+
+    def extend(self, opened: OpenLease, block_ids: object) -> None: ...
+
+    def complete(self, opened: OpenLease, payload: bytes, ready: DeviceEvent | None) -> None: ...
+
+
+class LeaseControl(Protocol):
+    """The calls of `serving.Serving` by which a lease's handle ends or changes the lease."""
+
+    def revoke(self, entry: LeaseEntry) -> None: ...
+
+    def fail(self, entry: LeaseEntry, reason: str) -> None: ...
+
+    def restart(self, entry: LeaseEntry, ttl_s: float | None) -> None: ...
+
+    def lease_growth(self, request_id: str) -> LeaseGrowth: ...
+
+
 @checks.hides_secrets
 class Lease:
     """A producer's promise to keep blocks until they have been read. Await it for its `LeaseOutcome`.
@@ -171,14 +190,14 @@ class Lease:
     Cancelling a task that awaits a lease does not change the lease.
     """
 
-    def __init__(self, opened: OpenLease, serving: Serving) -> None:
+    def __init__(self, opened: OpenLease, leases: LeaseControl) -> None:
         self.ticket = opened.ticket
         """The ticket for readers, made when the lease was opened. Readers ask this rank for blocks that were added
         later."""
         self._opened = opened
         self._entry = opened.entry
         self._outcome = opened.outcome
-        self._serving = serving
+        self._leases = leases
 
     def __repr__(self) -> str:
         return f"<Lease {self.request_id} {self.state}, {counted(self.readers_done, 'reader')} done>"
@@ -241,7 +260,7 @@ class Lease:
             UsageError: not called on the runtime's event loop.
         """
         self._require_loop("revoke()")
-        self._serving.revoke(self._entry)
+        self._leases.revoke(self._entry)
         return self
 
     def fail(self, reason: str = "") -> Lease:
@@ -261,7 +280,7 @@ class Lease:
             UsageError: not called on the runtime's event loop.
         """
         self._require_loop("fail()")
-        self._serving.fail(self._entry, checks.text(reason, f"request {self.request_id!r}: fail: reason"))
+        self._leases.fail(self._entry, checks.text(reason, f"request {self.request_id!r}: fail: reason"))
         return self
 
     def advance(self, num_tokens: int, ready: DeviceEvent | None = None) -> None:
@@ -283,7 +302,7 @@ class Lease:
             UsageError: not called on the runtime's event loop.
         """
         self._require_loop("advance()")
-        self._serving.growing_leases(self.request_id).advance(self._opened, num_tokens, ready)
+        self._leases.lease_growth(self.request_id).advance(self._opened, num_tokens, ready)
 
     def extend(self, block_ids: GivenBlockIds) -> None:
         """Add the next blocks, in prompt order, to a lease that was opened with fewer blocks than its tokens need.
@@ -303,7 +322,7 @@ class Lease:
             UsageError: not called on the runtime's event loop.
         """
         self._require_loop("extend()")
-        self._serving.growing_leases(self.request_id).extend(self._opened, block_ids)
+        self._leases.lease_growth(self.request_id).extend(self._opened, block_ids)
 
     def complete(self, payload: bytes = b"", ready: DeviceEvent | None = None) -> None:
         """Announce that all tokens are computed, now or once `ready` has happened. Every load receives `payload`.
@@ -324,7 +343,7 @@ class Lease:
             UsageError: not called on the runtime's event loop.
         """
         self._require_loop("complete()")
-        self._serving.growing_leases(self.request_id).complete(self._opened, payload, ready)
+        self._leases.lease_growth(self.request_id).complete(self._opened, payload, ready)
 
     def restart(self, ttl_s: float | None = None) -> None:
         """Start the lease's time again, as if the lease were opened now with `ttl_s`. This never shortens the lease.
@@ -340,7 +359,7 @@ class Lease:
             UsageError: not called on the runtime's event loop.
         """
         self._require_loop("restart()")
-        self._serving.restart(
+        self._leases.restart(
             self._entry, None if ttl_s is None else checks.seconds(ttl_s, f"request {self.request_id!r}: ttl_s")
         )
 

@@ -24,7 +24,7 @@ import asyncio
 import logging
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -46,16 +46,14 @@ from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError, UsageError, without_secrets
 from kvflow.logs import logger_of
-from kvflow.parts import import_part
 from kvflow.runtime.clock import Alarm
+from kvflow.runtime.optional import lease_growth
 from kvflow.runtime.peers.peer import blocks_by_group, ticket_groups
 from kvflow.runtime.producer.blocks import HeldBlocks, OfferedBlocks
-from kvflow.runtime.producer.lease import Lease, LeaseOutcome, OpenLease, ServeRequest, ServingStatistics
+from kvflow.runtime.producer.lease import Lease, LeaseGrowth, LeaseOutcome, OpenLease, ServeRequest, ServingStatistics
 from kvflow.runtime.producer.lease_answers import LeaseAnswers
+from kvflow.runtime.rank import RankContext
 from kvflow.runtime.records import LeaseRecord
-
-if TYPE_CHECKING:
-    from kvflow.runtime.assembly import RegisteredCache
 
 logger = logger_of(__name__)
 
@@ -66,33 +64,34 @@ INTRODUCTION = "introduction"
 class Serving:
     """Opens and ends the leases of one registered cache, and holds each lease until its blocks are free."""
 
-    def __init__(self, cache: RegisteredCache) -> None:
-        """Take what is needed from `cache`, but no reference: a lease's handle must not keep the tensors alive."""
-        config = cache.config
+    def __init__(self, context: RankContext, blocks: OfferedBlocks) -> None:
+        config = context.config
         self._config = config
-        self._rank = cache.rank
-        self._incarnation = cache.incarnation
-        self._clock = cache.clock
-        self._observers = cache.observers
-        self._token_hex = cache.token_hex
-        self._local = cache.local
-        self._blocks = OfferedBlocks(cache)
+        self._rank = context.rank
+        self._incarnation = context.incarnation
+        self._clock = context.clock
+        self._observers = context.observers
+        self._token_hex = context.token_hex
+        self._local = context.local
+        self._blocks = blocks
         self._book = LeaseBook(hold_s=config.limits.seal_hold_s, lifetime_s=config.lease_lifetime_s)
         self._open_leases: dict[LeaseEntry, OpenLease] = {}
-        self._alarm = Alarm(cache.clock, self._on_alarm)
+        self._alarm = Alarm(context.clock, self._on_alarm)
         self._renewals = 0
         self._outcomes = dict.fromkeys(map(str, LeaseOutcome), 0)
         self._notifications = dict.fromkeys(Counted, 0)
         self.digests = {"digests": 0, "digests_refused": 0}
         """Numbers of readers' questions for digests, answered and refused. `verify.LoadVerifier` counts them."""
         self._late_reads = 0
-        self.lease_answers = LeaseAnswers(cache.clock, cache.incarnation, self.open_lease, self._book.ended_recently)
-        self._growing: Any = None
-        """The `GrowingLeases`, which serves leases opened before all tokens are computed; None until it is needed."""
+        self.lease_answers = LeaseAnswers(
+            context.clock, context.incarnation, self.open_lease, self._book.ended_recently
+        )
+        self._growth: LeaseGrowth | None = None
+        """Serves leases that are opened before all tokens are computed; None until it is needed."""
         self._all_ended = asyncio.Event()
         self._all_ended.set()
-        self._lease_facts = _lease_facts(cache)
-        self._ticket_facts = _ticket_facts(cache)
+        self._lease_facts = _lease_facts(context)
+        self._ticket_facts = _ticket_facts(context)
         """Ticket fields that have the same value in every ticket of this rank."""
 
     @property
@@ -215,7 +214,7 @@ class Serving:
                 raise RequestError(f"{what}: computed_tokens is {computed}, num_tokens is {tokens}")
             extends = extends or self._blocks.needs_more_blocks(request.block_ids, tokens, what)
         if request.payload or extends or (computed is not None and computed < tokens):
-            self.growing_leases(request.request_id)
+            self.lease_growth(request.request_id)
         held = self._blocks.take(request.request_id, request.block_ids, tokens, lease_id, extends=extends)
         if extends and (count := sum(held.counts)) > (most := self._config.limits.block_ids_max):
             self._blocks.undo_take(held)  # no reader accepts a ticket of that size
@@ -330,17 +329,15 @@ class Serving:
             logger.info("lease %s: its prompt will not be computed: %s", entry.request_id, reason)
             self._end_lease(entry, "fail")
 
-    def growing_leases(self, request_id: str) -> Any:
-        """Return the `GrowingLeases`, which serves leases opened before all tokens are computed.
+    def lease_growth(self, request_id: str) -> LeaseGrowth:
+        """Return what serves leases that are opened before all tokens are computed. The first call makes it.
 
-        The first call makes it. RequestError, with `request_id`, if `kvflow.growing` is not installed.
+        RequestError, with `request_id`, if `kvflow.growing` is not installed.
         """
-        if self._growing is None:
-            module = import_part("growing", f"request {request_id!r}: a lease that grows")
-            self._growing = module.GrowingLeases(
-                self._blocks, self.lease_answers.answer_waiting, self._config.limits.block_ids_max
-            )
-        return self._growing
+        if self._growth is None:
+            what, block_ids_max = f"request {request_id!r}: a lease that grows", self._config.limits.block_ids_max
+            self._growth = lease_growth(self._blocks, self.lease_answers.answer_waiting, block_ids_max, what)
+        return self._growth
 
     def restart(self, entry: LeaseEntry, ttl_s: float | None) -> None:
         """Set the `ttl_s` of an open lease (None: Config.lease_ttl_s), and let it last at least that long from now."""
@@ -420,20 +417,20 @@ class Serving:
         )
 
 
-def _lease_facts(cache: RegisteredCache) -> dict[str, Any]:
+def _lease_facts(context: RankContext) -> dict[str, Any]:
     """Return the fields of `RankLease`, the entry of a rank in a ticket, that are equal in every lease of this rank."""
-    config = cache.config
+    config = context.config
     return {
         "pp_rank": config.pp_rank,
         "tp_rank": config.tp_rank,
-        "incarnation": cache.incarnation,
-        "host": cache.host,
-        "port": cache.port,
+        "incarnation": context.incarnation,
+        "host": context.host,
+        "port": context.port,
     }
 
 
-def _ticket_facts(cache: RegisteredCache) -> dict[str, Any]:
-    config, kinds = cache.config, parallelism_of(cache.local.cache_shares)
+def _ticket_facts(context: RankContext) -> dict[str, Any]:
+    config, kinds = context.config, parallelism_of(context.local.cache_shares)
     return {
         "engine_id": config.engine_id,
         "tp_size": config.tp_size,
@@ -443,6 +440,6 @@ def _ticket_facts(cache: RegisteredCache) -> dict[str, Any]:
         "kv_heads": kinds.kv_heads,
         "model_kv_heads": kinds.model_kv_heads,
         "more_kinds": kinds.more,
-        "groups": ticket_groups(cache.local.groups),
+        "groups": ticket_groups(context.local.groups),
         "fixed_ports": config.listen_port > 0,
     }

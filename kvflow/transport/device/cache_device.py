@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from kvflow.core.cache.regions import Device, Span
 from kvflow.core.policy.events import DeviceEvent
-from kvflow.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -148,40 +147,6 @@ def is_rocm() -> bool:
     """
     torch = sys.modules.get("torch")
     return torch is not None and torch.version.hip is not None
-
-
-_WITHOUT_STREAMS = (
-    "a cache on {name}: this torch ({version}) has no streams and events for {kind!r}, so kvflow cannot copy its "
-    "blocks: {error}. Pass copy_blocks, the engine's own function, to register_kv_caches"
-)
-
-
-def make_device(where: Device, *, engine_copies: bool) -> CacheDevice:
-    """Return the `CacheDevice` for a cache on the device `where`. Call this on the copy thread.
-
-    `engine_copies`: True if `copy_blocks`, a function of the engine, copies the blocks, so that no streams are needed.
-
-    Raises:
-        ConfigError: kvflow cannot copy blocks on this device.
-    """
-    if where.kind == "cpu":
-        return CacheDevice(where)
-    import torch
-
-    if where.kind == "cuda" and not is_rocm():
-        from kvflow.transport.device.cuda_device import CudaDevice  # loads the driver
-
-        return CudaDevice(where)
-    try:
-        from kvflow.transport.device.accelerator import AcceleratorDevice
-
-        return AcceleratorDevice(where)
-    except (RuntimeError, AttributeError, TypeError) as error:
-        if engine_copies:
-            return CacheDevice(where)
-        name = f"{where.kind}:{where.number}"
-        text = _WITHOUT_STREAMS.format(name=name, kind=where.kind, version=torch.__version__, error=error)
-        raise ConfigError(text) from error
 
 
 def record_event(where: Device) -> DeviceEvent | None:

@@ -1,4 +1,4 @@
-"""A registered KV cache: all objects that are made when it is registered, and the answers to peers."""
+"""An incarnation: all objects that are made when a KV cache is registered, in order, and the answers to peers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 import zlib
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import msgspec
 
@@ -14,38 +15,41 @@ from kvflow import checks
 from kvflow.checks import counted, error_text
 from kvflow.config import Config, config_for_device
 from kvflow.core.cache.groups import CacheGroup, LayerSet, check_sets_disjoint, layer_sets, named_layers, sets_of
-from kvflow.core.cache.regions import Device, device_of, map_spans
+from kvflow.core.cache.regions import HOST, Device, device_of, map_spans
 from kvflow.core.cache.state import StatePart
 from kvflow.core.cache.tensors import TensorAddresses, has_addresses
-from kvflow.core.plan.topology import CacheShare, cache_share_of, check_heads
+from kvflow.core.plan.topology import CacheShare, Rank, cache_share_of, check_heads
 from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.addresses import UNKNOWN_ENGINE, Address
 from kvflow.core.protocol.claims import regions_to_wire
 from kvflow.core.protocol.compatibility import compatibility_of
-from kvflow.core.protocol.proof import HOST
-from kvflow.errors import ConfigError, InvalidInput, KVFlowError, RequestError, UsageError
+from kvflow.core.protocol.proof import SealTable
+from kvflow.errors import ConfigError, InvalidInput, UsageError
+from kvflow.hosts import address_at
 from kvflow.logs import logger_of
-from kvflow.parts import PARTS, import_part
-from kvflow.runtime.channel.protocol import Answered, refusal
+from kvflow.parts import PARTS
+from kvflow.runtime.channel.protocol import Answered, SideChannel, refusal
+from kvflow.runtime.clock import Clock
 from kvflow.runtime.copy_thread import CopyThread
-from kvflow.runtime.load.flight_resources import FlightResources, LoadThrottle, SealSlots, read_permit_queue
+from kvflow.runtime.load.flight_resources import FlightResources, LoadThrottle, Poller, SealSlots, read_permit_queue
 from kvflow.runtime.load.leases import LeaseIdNotifier, RemoteLeases
 from kvflow.runtime.load.loader import Loader
+from kvflow.runtime.load.steps import LoadSteps
 from kvflow.runtime.memory import BlockCopier, HostBlocks, RankMemory
-from kvflow.runtime.part import Ending, Part, stock_part_of
+from kvflow.runtime.optional import OptionalParts, host_blocks
+from kvflow.runtime.part import Ending, Part, PartHost, PartRuntime, stock_part_of
 from kvflow.runtime.peers.handshake import Agents, Handshakes
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.peers.table import Peers
 from kvflow.runtime.peers.ticket_resolver import TicketResolver
+from kvflow.runtime.producer.blocks import OfferedBlocks
 from kvflow.runtime.producer.goodbyes import Goodbyes
 from kvflow.runtime.producer.serving import Serving
+from kvflow.runtime.rank import RankContext
+from kvflow.runtime.records import Observers
 from kvflow.runtime.statistics import PartStatistics
-from kvflow.transport.base import MemoryUse, TransportError, is_staged
-
-if TYPE_CHECKING:
-    from kvflow.runtime.registration import Registration
-    from kvflow.runtime.supervisor import Supervisor
+from kvflow.transport.base import MemoryUse, Transport, TransportError, is_staged
 
 logger = logger_of(__name__)
 
@@ -60,60 +64,98 @@ _USES = {
 """How the cache's memory is registered with the transport, by Config.role."""
 
 
-class RegisteredCache:
-    """The registered cache of a rank, and all objects of the rank that exist only while the cache is registered."""
+class OpenRegistration(Protocol):
+    """What an incarnation needs of its `registration.Registration`: a name, an open agent, a poller, and its tasks."""
+
+    incarnation: str
+    agent_name: str
+    transport: Transport
+    poller: Poller
+
+    def spawn(self, body: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeFacts:
+    """What one runtime gives to each of its incarnations."""
+
+    config: Config
+    rank: Rank
+    host: str
+    port: int
+    """Where peers reach the runtime's side channel."""
+    parts: Sequence[Part]
+    clock: Clock
+    token_hex: Callable[[int], str]
+    observers: Observers
+    side_channel: SideChannel
+    seals: SealTable
+    copy_thread: CopyThread
+
+
+class Incarnation:
+    """One registered cache of a rank: makes all objects that exist only while it is registered, and ends them."""
 
     def __init__(
         self,
-        runtime: Supervisor,
-        registration: Registration,
+        runtime: RuntimeFacts,
+        registration: OpenRegistration,
         config: Config,
         memory: RankMemory,
         resources: FlightResources,
         local: LocalRank,
         metadata: messages.Metadata,
     ) -> None:
-        """Make every object that exists as long as the cache is registered.
+        """Make every object, each from those that it uses.
 
         `config` has the limits for the cache's kind of device. `local` describes this rank for comparison with peers,
         `metadata` describes it to readers.
         """
-        self.config = config
-        self.rank = runtime.rank
-        self.incarnation = registration.incarnation
-        self.host, self.port = runtime.host, runtime.listener.port
-        self.clock = runtime.clock
-        self.spawn = registration.spawn
-        self.observers = runtime.observers
-        self.transport = registration.transport
-        self.side_channel = runtime.side_channel
-        self.seals = runtime.seals
-        self.token_hex = runtime.world.token_hex
-        self.resources = resources
-        self.memory = memory
-        self._parts: dict[str, Any] = {}
-        """Optional features (`parts.PARTS`) that this cache has used, by folder name."""
-        self.local = local
-        self.metadata = metadata
-        self.ledger = resources.ledger
-        self.scratch = config.scratch == "always" or (config.scratch == "auto" and "staging" in PARTS)
-        """True if loads may read small chunks into scratch memory first, and then copy them into the cache."""
-        self.throttle = LoadThrottle(resources.poller)
-        self.pools = [one.pool for one in memory.staging]
-        """The pool of host blocks of each group and, once scratch memory is in use, the pool of scratch buffers."""
-        stock = stock_part_of(runtime.parts)
-        self.lease_notifier = LeaseIdNotifier(self)
-        self.agents = Agents(self)
-        self.peers = Peers(self, stock.handshakes(self, Handshakes(self, self.lease_notifier)))
-        self.kvflow_resolver = TicketResolver(self)
-        """The resolver of kvflow tickets. `resolver` may also resolve tickets of stock peers (vLLM's NixlConnector)."""
-        self.resolver = stock.resolver(self)
-        self.remote_leases = RemoteLeases(self)
-        self.loader = Loader(self)
-        self.serving = Serving(self)
-        self.stock_service = stock.service(self)
+        transport, side_channel = registration.transport, runtime.side_channel
+        context = self._context = RankContext(
+            config=config,
+            rank=runtime.rank,
+            incarnation=registration.incarnation,
+            local=local,
+            host=runtime.host,
+            port=runtime.port,
+            clock=runtime.clock,
+            token_hex=runtime.token_hex,
+            spawn=registration.spawn,
+            observers=runtime.observers,
+        )
+        stock, optional = stock_part_of(runtime.parts), OptionalParts()
+        notifier, agents = LeaseIdNotifier(transport, local.reader), Agents(transport, registration.spawn)
+        handshakes = stock.handshakes(context, transport, Handshakes(context, side_channel, agents, notifier))
+        self.peers = peers = Peers(context, agents, handshakes)
+        kvflow_resolver = TicketResolver(context, peers)
+        resolver = stock.resolver(context, peers, kvflow_resolver)
+        leases = RemoteLeases(context, peers, resolver, kvflow_resolver, notifier, optional)
+        throttle = LoadThrottle(resources.poller)
+        steps = LoadSteps(context, peers, resolver, leases, memory, resources, throttle, optional)
+        self.loader = Loader(context, peers, resolver, leases, resources, throttle, steps, optional)
+        blocks = OfferedBlocks(context, resources.ledger, runtime.seals, memory, runtime.copy_thread)
+        self.serving = serving = Serving(context, blocks)
+        self.stock_service = stock.service(context, serving, metadata)
         """The service that answers stock readers (vLLM's own NixlConnector); None if they are not served."""
-        self.goodbyes = Goodbyes(self)
+        self.goodbyes = Goodbyes(context, side_channel)
+        self.host = PartHost(
+            context=context,
+            peers=peers,
+            resolver=resolver,
+            kvflow_resolver=kvflow_resolver,
+            leases=leases,
+            loader=self.loader,
+            steps=steps,
+            serving=serving,
+            memory=memory,
+            resources=resources,
+            transport=transport,
+            side_channel=side_channel,
+            optional=optional,
+        )
+        optional.attach(self.host)
+        self._metadata = metadata
         self.begun_parts: list[Part] = []
         """The runtime's parts (optional features) that use this cache: `Part.registered` has returned for each.
 
@@ -122,25 +164,14 @@ class RegisteredCache:
         self._part_problems: dict[tuple[str, str], str] = {}
         """The first error of each method of a part that is called at its end, as text, by the part's and its name."""
         self._answers: dict[type[Any], Callable[[Any], Answered]] = {
-            messages.ReleaseRequest: self.serving.release,
-            messages.DigestRequest: lambda question: self.part("verify", "a question for digests").answer(question),
-            messages.LeaseRequest: self.serving.lease_answers.answer,
-            messages.DeclineRequest: self.serving.lease_answers.redirect,
+            messages.ReleaseRequest: serving.release,
+            messages.DigestRequest: lambda question: optional.verify("a question for digests").answer(question),
+            messages.LeaseRequest: serving.lease_answers.answer,
+            messages.DeclineRequest: serving.lease_answers.redirect,
             messages.Goodbye: self._on_goodbye,
         }
         for one in runtime.parts:
             self._answers.update(one.answers)
-
-    def part(self, name: str, what: str, kind: type[KVFlowError] = RequestError) -> Any:
-        """Return the object of an optional feature for this cache. The first call makes the object.
-
-        `name`: folder of the feature, such as "staging", a key of `parts.PARTS`. If it is not installed, raise `kind`.
-        `what`: the call that needs the feature, for the error.
-        """
-        made = self._parts.get(name)
-        if made is None:
-            made = self._parts[name] = import_part(name, what, kind).begin(self)
-        return made
 
     def answer(self, header: codec.Header, request: messages.Request, *, draining: bool) -> Answered:
         """Return the answer to a peer's request, or a future of the answer.
@@ -148,25 +179,25 @@ class RegisteredCache:
         Refuses a request for another engine or rank, and a request from a peer with an incompatible cache, which
         `header` shows. If `draining`, only readers of a request with an open lease get this rank's metadata.
         """
-        ours = self.local.caller
-        theirs = request.target
+        local, theirs = self._context.local, request.target
+        ours = local.caller
         if theirs.engine_id != ours.engine_id:
             asked_for = theirs.engine_id[:_NAME_CHARS_SHOWN]
             it_is = f"{UNKNOWN_ENGINE}: expected {asked_for!r}, this is {ours.engine_id!r}"
-            if getattr(request, "reader", "") == self.local.reader:
+            if getattr(request, "reader", "") == local.reader:
                 it_is += ", the reader itself: the peer's address leads back to it"
             return msgspec.structs.replace(refusal(it_is), listens=ours)
-        if header.fingerprint != self.local.compatibility.fingerprint():
-            own_facts = {"compatibility": self.local.compatibility, "cache_shares": self.local.cache_shares}
+        if header.fingerprint != local.compatibility.fingerprint():
+            own_facts = {"compatibility": local.compatibility, "cache_shares": local.cache_shares}
             return msgspec.structs.replace(refusal("the caches are not compatible"), **own_facts)
         if theirs.rank != ours.rank:
-            return refusal(f"expected {theirs.rank}, this is {self.rank}")
+            return refusal(f"expected {theirs.rank}, this is {self._context.rank}")
         if isinstance(request, messages.MetadataRequest):
             if draining and not self.serving.has_open_lease(request.request_id):
                 return refusal(f"engine {ours.engine_id!r} is draining", transient=True)
             if request.caller is not None:
                 self.goodbyes.remember(request.caller)
-            return self.metadata
+            return self._metadata
         try:
             return self._answers[type(request)](request)
         except (codec.WireError, InvalidInput) as error:
@@ -174,12 +205,17 @@ class RegisteredCache:
 
     def _on_goodbye(self, goodbye: messages.Goodbye) -> messages.Ack:
         self.peers.on_goodbye(goodbye)
-        return messages.Ack(incarnation=self.incarnation)
+        return messages.Ack(incarnation=self._context.incarnation)
 
-    async def begin_parts(self, runtime: Supervisor) -> None:
+    def on_notification(self, payload: bytes) -> None:
+        """Apply a notification of a reader, which runs kvflow or is a stock reader."""
+        if self.stock_service is None or not self.stock_service.apply_notification(payload):
+            self.serving.on_notification(payload)
+
+    async def begin_parts(self, parts: Sequence[Part], runtime: PartRuntime) -> None:
         """Call `registered` of each part (optional feature) of the runtime, in order, with this cache."""
-        for one in runtime.parts:
-            await one.registered(runtime, self)
+        for one in parts:
+            await one.registered(runtime, self.host)
             self.begun_parts.append(one)
 
     @property
@@ -205,7 +241,7 @@ class RegisteredCache:
             yield
         except Exception as error:
             if (one.name, method) not in self._part_problems:
-                logger.exception("engine %r: part %s: %s failed", self.config.engine_id, one.name, method)
+                logger.exception("engine %r: part %s: %s failed", self._context.config.engine_id, one.name, method)
                 why = f"{type(error).__name__}: {error_text(error) or 'not done in time'}"
                 self._part_problems[one.name, method] = f"{method} of part {one.name!r}: {why}"
 
@@ -215,7 +251,7 @@ class RegisteredCache:
         Refuse readers' questions that wait for a lease. After the deadline, end the remaining work and wait for its
         end. Return whether everything ended within `deadline_s`. Cancelling stops the waiting.
         """
-        serving, loader, engine_id = self.serving, self.loader, self.config.engine_id
+        serving, loader, engine_id = self.serving, self.loader, self._context.config.engine_id
         serving.lease_answers.refuse_questions(f"engine {engine_id!r} is draining")
         waits = [serving.drained(), loader.drained(), self._parts_drained()]
         finished = await _wait_for_all(waits, deadline_s)
@@ -262,24 +298,24 @@ class RegisteredCache:
         If `broken`, do not wait for loads: it may never be known when their reads end.
         """
         self.stop(Ending.CLOSED)
-        serving, loader, bound_s = self.serving, self.loader, self.config.ending_s
+        serving, loader, config = self.serving, self.loader, self._context.config
         waits = [serving.drained()] if broken else [serving.drained(), loader.drained()]
         waits.append(self._parts_drained())
-        if not await _wait_for_all(waits, bound_s):
+        if not await _wait_for_all(waits, config.ending_s):
             loads = counted(len(loader.quarantines), "load")
             what = f"bytes may still land of {loads}, leases of {_first_few(serving.open_requests)}"
-            logger.warning("engine %r: still open after another %s s: %s", self.config.engine_id, bound_s, what)
+            logger.warning("engine %r: still open after another %s s: %s", config.engine_id, config.ending_s, what)
 
     async def wait_for_copies(self) -> str:
         """Wait until no copy between the cache and buffers runs, at most Limits.transport_close_timeout_s.
 
         Return "" if nothing uses the cache now, else a text for an error that says what still uses it.
         """
-        bound_s = self.config.limits.transport_close_timeout_s
+        bound_s = self._context.config.limits.transport_close_timeout_s
         try:
             async with asyncio.timeout(bound_s):
                 with suppress(ConfigError):  # no thread could be started, so no copy runs
-                    await self.resources.copy_thread.run(lambda: None)  # jobs run one after another
+                    await self.host.resources.copy_thread.run(lambda: None)  # jobs run one after another
         except TimeoutError:
             return f"a copy still runs after {bound_s} s"
         loads, leases = self.loader.open_requests, self.serving.open_requests
@@ -290,9 +326,12 @@ class RegisteredCache:
 
 
 async def register(
-    runtime: Supervisor, registration: Registration, groups: Sequence[CacheGroup], copy_blocks: BlockCopier | None
-) -> RegisteredCache:
-    """Check the layers of `groups`, register their memory with the transport, and return the registered cache.
+    runtime: RuntimeFacts,
+    registration: OpenRegistration,
+    groups: Sequence[CacheGroup],
+    copy_blocks: BlockCopier | None,
+) -> Incarnation:
+    """Check the layers of `groups`, register their memory with the transport, and return the new incarnation.
 
     `copy_blocks`: the engine's function for copies between host blocks and the cache; None for kvflow's own. UsageError
     if it is not callable, LayoutError if layers do not fit together, ConfigError if the memory cannot be registered.
@@ -308,10 +347,11 @@ async def register(
             check_sets_disjoint([(groups[one.group], one.regions) for one in sets])
         memory = await _prepare_memory(config, runtime.copy_thread, groups, sets, where, staged, copy_blocks)
         registered = await _register(runtime, registration, memory)
-        if memory.target_device.allocates_at_registration and registered.scratch and config.role != "producer":
-            await registered.part("staging", "Config.scratch", ConfigError).prepare()
+        optional, uses_scratch = registered.host.optional, memory.scratch != "never"
+        if memory.target_device.allocates_at_registration and uses_scratch and config.role != "producer":
+            await optional.staging("Config.scratch", ConfigError).prepare()
         if config.verify_share:  # now, not when the first load is to be verified
-            registered.part("verify", "Config.verify_share", ConfigError)
+            optional.verify("Config.verify_share", ConfigError)
     except (TransportError, RuntimeError) as error:
         layers = counted(sum(len(one.caches) for one in sets), "layer")
         raise ConfigError(f"cannot register {layers}: {error}") from error
@@ -347,21 +387,25 @@ async def _prepare_memory(
     staging: Sequence[HostBlocks] = ()
     device = await copy_thread.cache_device(where, engine_copies=staged and copy_blocks is not None)
     if staged:  # on the copy thread, since it touches every page of the host blocks
-        what = f"a cache on {where.kind!r}, with Config.staging {config.staging!r},"
-        host_buffers = import_part("staging", what, ConfigError).host_buffers
-        staging = await copy_thread.run(lambda: host_buffers(groups, config, copy_blocks, device))
+        staging = await copy_thread.run(lambda: host_blocks(groups, config, copy_blocks, device))
         served = tuple(one for at, blocks in enumerate(staging) for one in sets_of(at, blocks.layers, config.tp_size))
     elif not device.on_host:
         spans = map_spans(named_layers(sets))
         await copy_thread.run(lambda: device.check(spans))
     addresses = TensorAddresses(named_layers((*sets, *served)))
     return RankMemory(
-        groups=groups, own_layers=sets, device=device, staging=staging, served_layers=served, addresses=addresses
+        groups=groups,
+        own_layers=sets,
+        device=device,
+        staging=staging,
+        served_layers=served,
+        addresses=addresses,
+        scratch="never" if config.scratch == "auto" and "staging" not in PARTS else config.scratch,
     )
 
 
-async def _register(runtime: Supervisor, registration: Registration, memory: RankMemory) -> RegisteredCache:
-    """Register `memory`, and the memory of seals, with the transport. Return the registered cache."""
+async def _register(runtime: RuntimeFacts, registration: OpenRegistration, memory: RankMemory) -> Incarnation:
+    """Register `memory`, and the memory of seals, with the transport. Return the new incarnation."""
     transport, seals, groups, sets = registration.transport, runtime.seals, memory.groups, memory.served_layers
     config = config_for_device(runtime.config, memory.target_device.where.kind)
     shares = tuple(_cache_share(config, groups, one) for one in sets)
@@ -382,7 +426,7 @@ async def _register(runtime: Supervisor, registration: Registration, memory: Ran
     await transport.register([resources.seal_slots.table.span], HOST, resources.seal_slots, MemoryUse.READ_INTO)
     local = LocalRank(
         reader=registration.agent_name,
-        caller=Address(config.engine_id, runtime.rank, runtime.address),
+        caller=Address(config.engine_id, runtime.rank, address_at(runtime.host, runtime.port)),
         compatibility=compatibility_of([one.layout for one in sets], model=config.model),
         cache_shares=shares,
         regions=regions,
@@ -400,7 +444,7 @@ async def _register(runtime: Supervisor, registration: Registration, memory: Ran
         seals=messages.SealLocation(address=seals.address(0), count=seals.count, hold_s=config.limits.seal_hold_s),
         staged=bool(memory.staging),
     )
-    return RegisteredCache(runtime, registration, config, memory, resources, local, metadata)
+    return Incarnation(runtime, registration, config, memory, resources, local, metadata)
 
 
 def _cache_share(config: Config, groups: Sequence[CacheGroup], one: LayerSet) -> CacheShare:

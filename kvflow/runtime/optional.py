@@ -1,0 +1,137 @@
+"""The seam from the core to the optional parts that requests of one registered cache may need.
+
+Each part is imported and begun at its first use. Its module, a row of `parts.PARTS`, has a function `begin(host)`,
+which takes the `part.PartHost` and returns what one of the protocols below describes. The core calls nothing else of a
+part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol, TypeAlias, cast
+
+from kvflow.config import Config
+from kvflow.core.cache.groups import CacheGroup
+from kvflow.core.protocol import messages
+from kvflow.core.protocol.ticket import Ticket
+from kvflow.errors import ConfigError, KVFlowError, RequestError
+from kvflow.parts import import_part
+from kvflow.runtime.channel.protocol import Answered
+from kvflow.runtime.load.flight import Flight
+from kvflow.runtime.load.load import Load, LoadPerformer
+from kvflow.runtime.load.plan import MatchedChunks, Plan
+from kvflow.runtime.load.requests import LoadReport
+from kvflow.runtime.load.spans import SpanPlanner
+from kvflow.runtime.memory import BlockCopier, HostBlocks
+from kvflow.runtime.peers.peer import Source
+from kvflow.runtime.producer.blocks import OfferedBlocks
+from kvflow.runtime.producer.lease import LeaseGrowth
+from kvflow.transport.device.cache_device import CacheDevice
+
+ReadBlocks: TypeAlias = Callable[[Load, Flight, Plan], Awaitable[bool]]
+"""Function that reads a load's blocks in one of four ways: straight into the cache, through buffers, while the producer
+computes the blocks, or with a comparison of digests. Awaiting its result gives True if the leases covered all reads."""
+
+
+class PendingTickets(Protocol):
+    """Loads of pending tickets, with an offer that is still to come."""
+
+    async def perform(self, load: Load) -> LoadReport: ...
+
+    async def await_offer_of(self, load: Load) -> None: ...
+
+    async def await_offers(self, ticket: Ticket, on_lease: Callable[[Source, float], None]) -> Ticket: ...
+
+    def redirect_readers(self, awaited: Ticket, reason: str, instead: Ticket | None) -> None: ...
+
+
+class Growing(Protocol):
+    """What readers need of `kvflow.growing`: leases that grow, and pending tickets."""
+
+    @property
+    def pending_tickets(self) -> PendingTickets: ...
+
+    def ask_about_leases(self, load: Load, sources: Sequence[Source], matched: MatchedChunks) -> None: ...
+
+    def read_growing(self, load: Load, flight: Flight, plan: Plan) -> Awaitable[bool]: ...
+
+
+class Staging(SpanPlanner, Protocol):
+    """What loads need of `kvflow.staging`: reads through buffers, of whole loads or span by span."""
+
+    async def prepare(self) -> None: ...
+
+    def read_buffered(self, load: Load, flight: Flight, plan: Plan) -> Awaitable[bool]: ...
+
+
+class Verify(Protocol):
+    """What loads, and the answers to readers, need of `kvflow.verify`."""
+
+    @property
+    def problem(self) -> str: ...
+
+    def answer(self, question: messages.DigestRequest) -> Answered: ...
+
+    def read_verified(self, reader: ReadBlocks | None, load: Load, flight: Flight, plan: Plan) -> Awaitable[bool]: ...
+
+
+class Failover(Protocol):
+    """What loads need of `kvflow.failover`: loads that read from one producer after the other."""
+
+    def performer(self, tickets: Sequence[Ticket]) -> LoadPerformer: ...
+
+
+class OptionalParts:
+    """The optional parts that one registered cache has used. `what` of each method is the call that needs the part.
+
+    Each method raises RequestError, or `kind`, if the part is not installed.
+    """
+
+    def __init__(self) -> None:
+        self._host: object = None
+        self._begun: dict[str, object] = {}
+
+    def attach(self, host: object) -> None:
+        """Give the `part.PartHost` to the parts that begin later. Called once, before the first use of a part."""
+        self._host = host
+
+    def growing(self, what: str) -> Growing:
+        return cast(Growing, self._part("growing", what, RequestError))
+
+    def staging(self, what: str, kind: type[KVFlowError] = RequestError) -> Staging:
+        return cast(Staging, self._part("staging", what, kind))
+
+    def verify(self, what: str, kind: type[KVFlowError] = RequestError) -> Verify:
+        return cast(Verify, self._part("verify", what, kind))
+
+    def failover(self, what: str) -> Failover:
+        return cast(Failover, self._part("failover", what, RequestError))
+
+    def _part(self, name: str, what: str, kind: type[KVFlowError]) -> object:
+        found = self._begun.get(name)
+        if found is None:
+            found = self._begun[name] = import_part(name, what, kind).begin(self._host)
+        return found
+
+
+def lease_growth(
+    blocks: OfferedBlocks, answer_readers: Callable[[str], object], block_ids_max: int, what: str
+) -> LeaseGrowth:
+    """Return what serves leases that grow. `answer_readers`: answers readers that have asked about a request's lease.
+
+    RequestError, naming `what`, if `kvflow.growing` is not installed.
+    """
+    module = import_part("growing", what)
+    return cast(LeaseGrowth, module.GrowingLeases(blocks, answer_readers, block_ids_max))
+
+
+def host_blocks(
+    groups: Sequence[CacheGroup], config: Config, copy_blocks: BlockCopier | None, device: CacheDevice
+) -> Sequence[HostBlocks]:
+    """Allocate and return host blocks for each of `groups`. For the copy thread, since it touches every page.
+
+    ConfigError if `kvflow.staging` is not installed, or Config.host_buffer_bytes_max is less than a block of a group.
+    """
+    what = f"a cache on {device.where.kind!r}, with Config.staging {config.staging!r},"
+    found = import_part("staging", what, ConfigError).host_buffers(groups, config, copy_blocks, device)
+    return cast(Sequence[HostBlocks], found)
