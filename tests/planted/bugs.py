@@ -253,6 +253,16 @@ BUGS: dict[str, Bug] = {
             STOCK + "own_pairs.py::test_what_is_late_is_refused_and_what_is_in_time_is_sealed",
         ),
     ),
+    "a stock producer's registrations are not followed": Bug(
+        "if asked_s - connection.alive_s < _ASK_AGAIN_S and generation <= connection.generation:",
+        "if asked_s - connection.alive_s < _ASK_AGAIN_S:",
+        (STOCK + "generations.py",),
+    ),
+    "parameters of an earlier registration count as new": Bug(
+        "newer = ticket.generation > now.generation_before and ticket.generation >= now.generation",
+        "newer = True",
+        (STOCK + "generations.py", STOCK + "reading.py"),
+    ),
     "regions of a stock peer may reach beyond the address space": Bug(
         "        if stride < size or base + stride * blocks >= 1 << 63:",
         "        if stride < size:",
