@@ -103,7 +103,6 @@ COMMANDS: dict[str, tuple[Environment, str, tuple[str, ...]]] = {
     # Three at a time on two cores, since many wait. Of a folder of tests that start processes one runs at a time.
     "test": (MAIN, "dev", ("-m", "pytest", "-n", "3")),
     "types": (MAIN, "dev", ("-m", "mypy")),
-    "bars": (MAIN, "dev", ("-m", "tests.bars")),
     "simulate": (MAIN, "dev", ("-m", "tests.simulator")),
     "bench": (MAIN, "dev", ("-m", "tests.bench")),
     "peers": (PEERS, "", ("-m", "tests.bench", "peers")),
@@ -117,7 +116,7 @@ TESTED = {environment.name: environment for environment in (VLLM, SGLANG, RAY)}
 def main(arguments: list[str]) -> int:
     words = 2 if arguments[:2] == ["stale", "--vllm"] else 1
     name, options = " ".join(arguments[:words]), arguments[words:]
-    special = {"gpu": gpu, "lint": lint, "docs": docs, "package": package}
+    special = {"bars": bars, "gpu": gpu, "lint": lint, "docs": docs, "package": package}
     if name not in {*COMMANDS, *TESTED, *special}:
         print(__doc__)
         return 2
@@ -148,6 +147,11 @@ def gpu(options: list[str]) -> int:
         print("gpu: nothing was run: this machine shows no NVIDIA device (--device cpu tries the experiments' code)")
         return 0
     return run_tests(with_wheels(given.wheels) if given.wheels else ensure(MAIN, "dev"), "tests/gpu", options)
+
+
+def bars(options: list[str]) -> int:
+    """Without an environment: the files are read, not imported."""
+    return run(Path(sys.executable), "-m", "tests.bars", *options)
 
 
 def lint(options: list[str]) -> int:

@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import ast
 import io
-import subprocess
 import sys
 import tokenize
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 OF_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-_CORE = ("checks", "config", "core", "device", "errors", "extras", "hosts", "limits", "logs", "runtime", "transport")
-CORE_RING = {"__init__", *_CORE}
-
-LOADED = """
-import sys, kvflow
-print(*sorted({m.__file__ for n, m in sys.modules.items() if n.split(".")[0] == "kvflow" and m.__file__}), sep="\\n")
-"""
-PUBLIC = """
-import kvflow
-print(sum(not name.startswith("_") for name in vars(kvflow.Runtime)), len(kvflow.__all__))
-"""
+CORE_RING = ("", "checks", "config", "core", "errors", "extras", "forks", "hosts", "limits", "logs")
+CORE_RING += ("parts", "runtime", "secret_ids", "threads", "transport")
+"""The innermost ring, "" being `kvflow` itself (docs/architecture.md#packages)."""
 
 
 def code_lines(path: Path) -> int:
@@ -53,9 +45,8 @@ def bars(root: Path) -> dict[str, str]:
     """Each measure and its number."""
     package = root / "kvflow"
     files = sorted(package.rglob("*.py"))
-    core = [path for path in files if path.relative_to(package).parts[0].removesuffix(".py") in CORE_RING]
-    loaded = [Path(name) for name in printed(root, LOADED).split()]
-    members, names = printed(root, PUBLIC).split()
+    core = [path for path in files if _part_of(path.relative_to(package)) in CORE_RING]
+    loaded = loaded_by_import(package)
     classes = [node for path in files for node in ast.walk(parsed(path)) if isinstance(node, ast.ClassDef)]
     tagged = [node for node in classes if any(keyword.arg == "tag" for keyword in node.keywords)]
     return {
@@ -66,8 +57,8 @@ def bars(root: Path) -> dict[str, str]:
         "package, files": str(len(files)),
         "classes": str(len(classes)),
         "tagged messages": str(len(tagged)),
-        "public members of Runtime": members,
-        "names in kvflow.__all__": names,
+        "public members of Runtime": str(len(public_members(package / "runtime" / "runtime.py", "Runtime"))),
+        "names in kvflow.__all__": str(len(public_names(package / "__init__.py"))),
     }
 
 
@@ -75,14 +66,53 @@ def lines_of(paths: Iterable[Path]) -> str:
     return f"{sum(map(code_lines, paths)):,}"
 
 
+@cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text("utf-8"))
 
 
-def printed(root: Path, code: str) -> str:
-    """What Python prints that runs the code on the checkout."""
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
-    return done.stdout
+def _part_of(path: Path) -> str:
+    name = path.parts[0].removesuffix(".py")
+    return "" if name == "__init__" else name
+
+
+def loaded_by_import(package: Path) -> list[Path]:
+    """The files that `import kvflow` loads: what is imported at the top of files, from the package's own on."""
+    found, rest = dict[Path, None](), [package / "__init__.py"]
+    while rest:
+        path = rest.pop()
+        if path not in found:
+            found[path] = None
+            rest += _imported_at_once(package, path)
+    return list(found)
+
+
+def _imported_at_once(package: Path, path: Path) -> Iterator[Path]:
+    """What a file imports when it is loaded, with the packages around it; not within functions or for types only."""
+    for node in parsed(path).body:
+        match node:
+            case ast.Import(names=aliases):
+                names = [alias.name for alias in aliases]
+            case ast.ImportFrom(module=str(module), names=aliases, level=0):
+                names = [module, *(f"{module}.{alias.name}" for alias in aliases)]
+            case _:
+                continue
+        for pieces in (name.split(".") for name in names if name.split(".")[0] == package.name):
+            for end in range(1, len(pieces) + 1):
+                place = package.joinpath(*pieces[1:end])
+                yield from (file for file in (place / "__init__.py", place.with_suffix(".py")) if file.is_file())
+
+
+def public_members(path: Path, owner: str) -> list[str]:
+    (found,) = (node for node in parsed(path).body if isinstance(node, ast.ClassDef) and node.name == owner)
+    functions = [node for node in found.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [function.name for function in functions if not function.name.startswith("_")]
+
+
+def public_names(path: Path) -> list[str]:
+    values = [node.value for node in parsed(path).body if isinstance(node, ast.Assign)]
+    targets = [ast.unparse(node.targets[0]) for node in parsed(path).body if isinstance(node, ast.Assign)]
+    return [str(name) for name in ast.literal_eval(dict(zip(targets, values, strict=True))["__all__"])]
 
 
 def main(arguments: list[str]) -> None:

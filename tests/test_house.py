@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import kvflow
+from tests.bars import CORE_RING, loaded_by_import
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "kvflow"
@@ -59,10 +60,8 @@ TESTS = Trees(
 APART = Trees(path for name in OTHER_ENGINES for path in (ROOT / "tests" / name).rglob("*.py"))
 PROGRAM_FILES = ChainMap(SOURCES, BENCHES)
 
-_CORE = ("", "checks", "config", "core", "errors", "extras", "forks", "hosts", "limits", "logs")
-_CORE += ("parts", "runtime", "secret_ids", "threads", "transport")
 RINGS = {
-    "core": _CORE,
+    "core": CORE_RING,
     "parts": ("failover", "growing", "prefix", "staging", "stock", "storage", "verify"),
     "integrations": ("attention_backends", "blocking", "connector", "observe", "ray", "sglang", "vllm"),
     "tools": ("bench", "cli", "doctor", "testing"),
@@ -477,6 +476,14 @@ def test_nothing_can_run_code_from_a_message() -> None:
         names = {name for name, _ in calls(tree)}
         assert not names & {"eval", "exec", "torch.load"}, path
         assert not {name for name in names if name.endswith(("send_pyobj", "recv_pyobj"))}, path
+
+
+def test_the_bars_count_what_an_import_loads() -> None:
+    code = """
+import sys, kvflow
+print(*{m.__file__ for n, m in sys.modules.items() if n.split(".")[0] == "kvflow" and m.__file__}, sep="\\n")
+"""
+    assert {Path(name) for name in run_python(code).splitlines()} == set(loaded_by_import(PACKAGE))
 
 
 def test_importing_kvflow_loads_neither_nixl_nor_torch() -> None:
