@@ -59,6 +59,12 @@ CHANGES = (
     ),
     Change(
         since="0.33",
+        brings="A request whose prompt is not the prefilled one gets [HTTP 400](../routers.md#what-to-retry).",
+        before="It gets HTTP 500, as after a failed load.",
+        names=(),
+    ),
+    Change(
+        since="0.33",
         brings="[Stock peers](../stock.md) learn from the parameters that a producer has registered its cache again.",
         before="Stock readers fail until they restart.",
         names=("vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata:RemoteMeta.registration_generation",),

@@ -5,9 +5,9 @@ keeps two cores busy when it is idle. Run it in the environment of `python3 dev.
 nothing else:
 
     .venv-vllm/bin/python tests/vllm/compare.py [--rounds 5] [--idle-s 10]
-        [--only speed|idle|stale|models|first|flow|stock|prefix]
+        [--only speed|idle|stale|models|first|flow|stock|versions|prefix]
 
-`stock` has stock producers, read by kvflow (mixed) and by stock (nixl).
+`stock` has stock producers, read by kvflow (mixed) and by stock (nixl). `versions` has kvflow in two versions of vLLM.
 `models` and `first` start each pair of servers by itself. `models` is no measurement, and takes an hour. `flow` is of
 prompts that are read while they are computed, `prefix` of prefixes pulled from a neighbour's cache, and neither is part
 of the rest:
@@ -39,9 +39,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from kvflow import Ticket
 from tests.support.ports import free_port
 from tests.vllm.servers import (
+    INSTALLED,
     KVFLOW,
     NAME,
+    NEWER,
     ROOT,
+    VERSION,
     HTTPFailed,
     Server,
     Setup,
@@ -79,11 +82,16 @@ class Pair:
         lease_s: int | None = None,
         port: int = 18600,
         options: tuple[str, ...] = (),
+        version: str = "",
     ) -> Pair:
-        """Servers with these connectors, the same on both sides if `reader` is not named; on ports from `port` on."""
+        """Servers with these connectors, the same on both sides if `reader` is not named; on ports from `port` on.
+
+        `version` is vLLM's, if it is not the tested one, and then the pair's name.
+        """
         sides = enumerate((("producer", name), ("consumer", reader or name)))
         setups = (_setup(made, role, core, blocks, lease_s, port) for core, (role, made) in sides)
-        return cls(reader or name, *(Server.start(replace(setup, options=options)) for setup in setups))
+        setups = (replace(setup, options=options, version=version or VERSION) for setup in setups)
+        return cls(version or reader or name, *map(Server.start, setups))
 
     def wait_up(self) -> None:
         self.producer.wait_up()
@@ -155,10 +163,19 @@ def _streamed(server: Server, prompt: Sequence[int], tokens: int, **more: Any) -
 
 def stock(rounds: int) -> None:
     """Stock producers, read by kvflow and by stock."""
+    in_turns([partial(Pair.start, "nixl", reader) for reader in (MIXED, "nixl")], rounds)
+
+
+def versions(rounds: int) -> None:
+    """kvflow on both sides, in the installed vLLM and in the newest."""
+    in_turns([partial(Pair.start, "kvflow", version=version) for version in (INSTALLED, NEWER)], rounds)
+
+
+def in_turns(starts: Sequence[Callable[..., Pair]], rounds: int) -> None:
     pairs: list[Pair] = []
     try:
-        for port, reader in ((18600, MIXED), (18640, "nixl")):
-            pairs.append(Pair.start("nixl", reader, port=port))
+        for port, start in zip((18600, 18640), starts, strict=True):
+            pairs.append(start(port=port))
             pairs[-1].wait_up()
             story = _story(pairs[-1])
             pairs[-1].signal(signal.SIGSTOP)
@@ -459,18 +476,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--idle-s", type=float, default=10.0)
-    parser.add_argument("--only", choices=["speed", "idle", "stale", "models", "first", "flow", "stock", "prefix"])
+    alone = {"first": first, "flow": flow, "stock": stock, "versions": versions, "prefix": prefix}
+    parser.add_argument("--only", choices=["speed", "idle", "stale", "models", *alone])
     options = parser.parse_args()
     if options.only == "models":
         return models()
-    if options.only == "first":
-        return first(options.rounds)
-    if options.only == "flow":
-        return flow(options.rounds)
-    if options.only == "stock":
-        return stock(options.rounds)
-    if options.only == "prefix":
-        return prefix(options.rounds)
+    if options.only in alone:
+        return alone[options.only](options.rounds)
     if options.only != "stale":
         pairs: list[Pair] = []
         try:

@@ -34,7 +34,7 @@ UP_WITHIN_S = 600.0  # on a machine that does other things; half a minute is usu
 DOWN_WITHIN_S = 60.0
 
 INSTALLED, OLDER, NEWER = "0.32.0", "0.28.0", "0.33.0"  # of vLLM; dev.py brings them, all but the first in folders
-VERSION = os.environ.get("KVFLOW_VLLM_VERSION", INSTALLED)  # the one that is tested
+VERSION = os.environ.get("KVFLOW_VLLM_VERSION") or INSTALLED  # the one that is tested
 KVFLOW = {"kv_connector": "KVFlowConnector", "kv_connector_module_path": "kvflow.vllm"}
 
 
