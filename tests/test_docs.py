@@ -230,3 +230,10 @@ def test_a_command_within_the_text_that_is_wrong_is_found() -> None:
     (words,) = inline_commands("Ask `kvflow doctor --nothing`, not `kvflow-poller`.")
     with pytest.raises(AssertionError, match="its options are"):
         check_command(words)
+
+
+def test_files_for_a_change_exist() -> None:
+    text = (ROOT / "docs" / "changing.md").read_text("utf-8")
+    named = set(re.findall(r"`((?:kvflow|tests|docs)/[\w./-]+|[\w-]+\.(?:toml|py))`", text))
+    assert len(named) > 30, "the test saw nothing"
+    assert sorted(name for name in named if not (ROOT / name).exists()) == []
