@@ -72,7 +72,7 @@ class FollowedLease:
         """
         for block_map, chunks in self.source.chunks.items():
             table = self.tables[block_map.remote_group]
-            for some, places in zip(chunks, matched[block_map.group_pair], strict=True):
+            for some, places in zip(chunks, matched[block_map.match_key], strict=True):
                 self.ids_to_fill.append((some.remote_ids, places.remote_ids, table))
 
     def set_missing_max(self, missing_max: int) -> None:

@@ -14,7 +14,15 @@ import msgspec
 from kvflow import checks
 from kvflow.checks import counted, error_text
 from kvflow.config import Config, config_for_device
-from kvflow.core.cache.groups import CacheGroup, LayerSet, check_sets_disjoint, layer_sets, named_layers, sets_of
+from kvflow.core.cache.groups import (
+    CacheGroup,
+    GroupKind,
+    LayerSet,
+    check_sets_disjoint,
+    layer_sets,
+    named_layers,
+    sets_of,
+)
 from kvflow.core.cache.regions import HOST, Device, device_of, map_spans
 from kvflow.core.cache.state import StatePart
 from kvflow.core.cache.tensors import TensorAddresses, has_addresses
@@ -334,11 +342,15 @@ async def register(
     """Check the layers of `groups`, register their memory with the transport, and return the new incarnation.
 
     `copy_blocks`: the engine's function for copies between host blocks and the cache; None for kvflow's own. UsageError
-    if it is not callable, LayoutError if layers do not fit together, ConfigError if the memory cannot be registered.
+    if it is not callable, LayoutError if layers do not fit together, ConfigError if the memory cannot be registered, or
+    if a part of the runtime cannot use it.
     """
     config, transport = runtime.config, registration.transport
     if copy_blocks is not None and not callable(copy_blocks):
         raise UsageError(f"copy_blocks: expected a function, got {checks.short_repr(copy_blocks)}")
+    if runtime.parts and any(group.kind is GroupKind.SHARDED for group in groups):
+        names = ", ".join(part.name for part in runtime.parts)
+        raise ConfigError(f"a cache with sharded tokens (kind 'sharded') works without parts, this runtime has {names}")
     sets = layer_sets(groups, config.tp_size)
     where = device_of(named_layers(sets))
     staged = is_staged(where.kind, config.staging, transport.reaches(where.kind))
@@ -430,7 +442,7 @@ async def _register(runtime: RuntimeFacts, registration: OpenRegistration, memor
         compatibility=compatibility_of([one.layout for one in sets], model=config.model),
         cache_shares=shares,
         regions=regions,
-        groups=tuple(group.facts for group in groups),
+        groups=tuple(group.facts_on(config.tp_size) for group in groups),
     )
     agent_metadata = await transport.metadata()
     metadata = messages.Metadata(
@@ -452,7 +464,8 @@ def _cache_share(config: Config, groups: Sequence[CacheGroup], one: LayerSet) ->
     heads = config.num_kv_heads if said is None else said
     if isinstance(one.layout, StatePart):
         heads = one.layout.segment.model_units
-    return cache_share_of(one.layout, config, model_kv_heads=heads, group=one.group)
+    sharded = groups[one.group].kind is GroupKind.SHARDED
+    return cache_share_of(one.layout, config, model_kv_heads=heads, group=one.group, sharded=sharded)
 
 
 def _first_few(requests: Sequence[str]) -> str:

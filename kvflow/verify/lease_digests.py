@@ -42,6 +42,8 @@ def digest_spec_of(local: LocalRank, part: messages.DigestPart, block_ids: Block
     not have the layers or heads of `part`.
     """
     at, share = _share_of(local, part)
+    if share.sharded:
+        raise codec.WireError("digests: the tokens of this rank are sharded")
     heads = heads_held(share, part.model_heads) if part.model_heads > 0 else range(0)
     if len(heads) != share.kv_heads or not heads.start <= part.head < part.head + part.heads <= heads.stop:
         of = f"{part.head}+{part.heads} of the model's {part.model_heads}"

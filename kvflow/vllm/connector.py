@@ -54,7 +54,14 @@ from kvflow.parts import importing_part
 from kvflow.runtime.part import Part
 from kvflow.transport.device.cache_device import record_event
 from kvflow.vllm.engine_requests import engine_request_of, picture_ids_from_content, sharing_of, spreads_samples
-from kvflow.vllm.extra_config import config_of, extra_of, scheduling_of, unmapping_option, warn_of_side_channel
+from kvflow.vllm.extra_config import (
+    config_of,
+    extra_of,
+    scheduling_of,
+    token_shards,
+    unmapping_option,
+    warn_of_side_channel,
+)
 from kvflow.vllm.kv_cache_layout import cache_groups, groups_of
 from kvflow.vllm.nixl_settings import settings_in
 from kvflow.vllm.vllm_metrics import KVFlowPromMetrics, KVFlowStats
@@ -171,7 +178,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         _log_as_vllm()
-        self._groups = groups_of(kv_cache_config)
+        self._groups = groups_of(kv_cache_config, token_shards(vllm_config))
         if KVConnectorTransferResults is None and len(self._groups) > 1:
             several = counted(len(self._groups), "group")
             raise ConfigError(f"KVFlowConnector: {several} of layers: vLLM before 0.30 cannot fail a load of several")

@@ -18,6 +18,7 @@ from kvflow.config import Config
 from kvflow.connector.plugin_settings import PluginSettings, RefusedOption, refuse_options
 from kvflow.connector.scheduler import SchedulingConfig
 from kvflow.core.cache.groups import GroupKind
+from kvflow.errors import ConfigError
 from kvflow.logs import logger_of
 from kvflow.transport.nixl.defaults import UNMAPPED_MEMORY, add_settings
 from kvflow.vllm import nixl_settings
@@ -111,7 +112,6 @@ class Extra(msgspec.Struct, frozen=True, kw_only=True):
 _MEANING = "a block id would stand for the tokens of several ranks"
 _EXPERTS = "only the engine that computes a prompt knows the experts of its tokens, and they are not transferred"
 REFUSED_OPTIONS = (
-    RefusedOption("--decode-context-parallel-size", "parallel_config.decode_context_parallel_size", 1, _MEANING),
     RefusedOption("--prefill-context-parallel-size", "parallel_config.prefill_context_parallel_size", 1, _MEANING),
     RefusedOption("--use-replayssm", "cache_config.use_replayssm", False, "blocks hold a state that lags behind"),
     RefusedOption("--enable-return-routed-experts", "aux_output_config.enable_return_routed_experts", False, _EXPERTS),
@@ -138,6 +138,25 @@ def extra_of(vllm_config: VllmConfig) -> Extra:
     ConfigError if a key is a field of neither Extra nor kvflow.Config, or if a value has a wrong type.
     """
     return _SETTINGS.own_settings(nixl_settings.settings_in(vllm_config.kv_transfer_config), Extra)
+
+
+def token_shards(vllm_config: VllmConfig) -> int:
+    """Return the number of ranks over which vLLM shards the tokens of a block (decode context parallelism), usually 1.
+
+    ConfigError if kvflow cannot transfer blocks that are sharded so.
+    """
+    parallel, extra = vllm_config.parallel_config, extra_of(vllm_config)
+    shards = getattr(parallel, "decode_context_parallel_size", 1)
+    refused = {
+        f"it is not --tensor-parallel-size, {parallel.tensor_parallel_size}": shards != parallel.tensor_parallel_size,
+        "the model has no latents (MLA)": not vllm_config.model_config.use_mla,
+        "stock_peers is on": extra.stock_peers,
+        "share_prefixes, prefix_peers or prefix_events is set": extra.uses_prefixes,
+    }
+    if shards > 1 and any(refused.values()):
+        why = next(why for why, found in refused.items() if found)
+        raise ConfigError(f"KVFlowConnector: --decode-context-parallel-size is {shards}, supported is 1: {why}")
+    return shards
 
 
 def config_of(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Config:

@@ -57,22 +57,30 @@ class Group:
     facts: GroupFacts
     frees_blocks: bool
     """True if a layer of the group does not attend to the whole prompt, so that vLLM may free earlier blocks."""
+    shards: int = 1
+    """Number of ranks over which the tokens of a block are sharded."""
+
+    @property
+    def held_tokens(self) -> int:
+        """Number of tokens of a block that one rank holds."""
+        return self.facts.block_size // self.shards
 
 
-def groups_of(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
+def groups_of(kv_cache_config: KVCacheConfig, shards: int = 1) -> tuple[Group, ...]:
     """Return the groups of layers for which vLLM enables KV transfer.
 
-    ConfigError if there are none, or if kvflow cannot transfer the layers of a group.
+    `shards`: number of ranks over which vLLM shards the tokens of a block (`extra_config.token_shards`). ConfigError if
+    there are no groups, or if kvflow cannot transfer the layers of a group.
     """
     groups = kv_cache_config.kv_cache_groups
     transferred = getattr(kv_cache_config, "transfer_group_ids", range(len(groups)))  # vLLM 0.28 transfers all groups
-    found = tuple(_group(index, groups[index]) for index in transferred)
+    found = tuple(_group(index, groups[index], shards) for index in transferred)
     if not found:
         raise ConfigError("KVFlowConnector: the model has no KV cache")
     return found
 
 
-def _group(index: int, group: KVCacheGroupSpec) -> Group:
+def _group(index: int, group: KVCacheGroupSpec, shards: int) -> Group:
     whole = group.kv_cache_spec
     specs = {
         name: whole.kv_cache_specs[name] if isinstance(whole, UniformTypeKVCacheSpecs) else whole
@@ -86,9 +94,13 @@ def _group(index: int, group: KVCacheGroupSpec) -> Group:
         raise ConfigError(f"{what}: one block table for several kinds of attention: {sorted(kinds)}")
     kind, window = next(iter(kinds))
     block_size = 1 if kind is GroupKind.STATE else whole.block_size
-    facts = GroupFacts(name=f"group{index}", block_size=block_size, kind=kind, window=window)
     frees_blocks = kind is not GroupKind.FULL or any(_hidden_window(spec) for spec in specs.values())
-    return Group(index=index, specs=specs, facts=facts, frees_blocks=frees_blocks)
+    if shards > 1:
+        if frees_blocks or not all(getattr(spec, "dcp_sharded", True) for spec in specs.values()):  # 0.28 shards all
+            raise ConfigError(f"{what}: with --decode-context-parallel-size only full attention (MLA) is transferred")
+        kind = GroupKind.SHARDED
+    facts = GroupFacts(name=f"group{index}", block_size=block_size * shards, kind=kind, window=window)
+    return Group(index=index, specs=specs, facts=facts, frees_blocks=frees_blocks, shards=shards)
 
 
 def _kind(spec: KVCacheSpec, what: str) -> tuple[GroupKind, int]:
@@ -137,7 +149,8 @@ def cache_groups(
 
     `kv_caches` has each layer's tensor, by layer name. `kv_format` is the user's byte format, or None. If attention
     kernels use smaller blocks than vLLM, the kernels' blocks are registered. LayoutError if kvflow does not know how an
-    attention backend lays out its blocks, ConfigError if the cache has a dtype that kvflow refuses.
+    attention backend lays out its blocks, ConfigError if the cache has a dtype that kvflow refuses, or if consecutive
+    tokens of a block are on different ranks.
     """
     cache_dtype = cache_dtype_of(str(vllm_config.cache_config.cache_dtype))
     numbers = _layer_numbers(
@@ -145,6 +158,13 @@ def cache_groups(
     )
     found = []
     for group in groups:
+        if group.facts.kind is GroupKind.SHARDED:
+            interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
+            if interleave != group.held_tokens:
+                raise ConfigError(
+                    f"KVFlowConnector: --cp-kv-cache-interleave-size is {interleave}, supported with "
+                    f"--decode-context-parallel-size is the block size, {group.held_tokens}"
+                )
         caches, split = {name: kv_caches[name] for name in group.specs if name in kv_caches}, 1
         if group.facts.kind is GroupKind.STATE:
             layers: dict[str, LayerCache] = {
@@ -165,7 +185,7 @@ def cache_groups(
             }
             layers, split = {**caches}, _split(caches, group)
             layout = [
-                _layout_of(same, backend, group.facts.block_size // split, vllm_config, kv_format, cache_dtype, numbers)
+                _layout_of(same, backend, group.held_tokens // split, vllm_config, kv_format, cache_dtype, numbers)
                 for backend, same in _by_layout(caches, vllm_config)
             ]
         found.append(
@@ -236,9 +256,9 @@ def _attention_view(
     """
     if vllm_config.model_config.use_mla and cache.dim() == 4 and cache.shape[1] == 1:
         cache = cache.squeeze(1)
-    if group.facts.block_size % cache.shape[-2]:
+    if group.held_tokens % cache.shape[-2]:
         raise LayoutError(
-            f"layer {name!r}: a block has {counted(group.facts.block_size, 'token')}, and its kernels have blocks of "
+            f"layer {name!r}: a block has {counted(group.held_tokens, 'token')}, and its kernels have blocks of "
             f"{cache.shape[-2]}, which do not divide it"
         )
     stored_as_bytes = cache_dtype.values and cache.dtype is torch.uint8
@@ -250,7 +270,7 @@ def _split(caches: Mapping[str, torch.Tensor], group: Group) -> int:
 
     If layers differ, return the largest number; `_layout_of` then refuses the other layers.
     """
-    return max((group.facts.block_size // cache.shape[-2] for cache in caches.values()), default=1)
+    return max((group.held_tokens // cache.shape[-2] for cache in caches.values()), default=1)
 
 
 def _by_layout(

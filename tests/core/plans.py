@@ -15,7 +15,7 @@ from kvflow.core.cache.layout import BlockShape, KVStyle
 from kvflow.core.cache.regions import Device, Regions, Span, map_regions
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks, Descriptors, match_chunks
-from kvflow.core.plan.topology import CacheShare, HeadSource
+from kvflow.core.plan.topology import CacheShare, HeadSource, Shard
 from tests.core.caches import Cache, Recipe, Sides, sides
 
 CPU = Device("cpu", 0)
@@ -50,11 +50,11 @@ def heads_at(local_start: int, remote_start: int, heads: int) -> HeadSource:
     return HeadSource(0, local_start, remote_start, heads, 1)
 
 
-def pair_whole(local: Regions, remote: Regions) -> BlockMap:
-    """All heads and all regions, in order: two ranks that hold the same."""
+def pair_whole(local: Regions, remote: Regions, **shards: Shard) -> BlockMap:
+    """All heads and all regions, in order: two ranks that hold the same, or shards of it."""
     layers = range(len(local) // len(local.parts))
     heads = heads_at(0, 0, local.block.heads)
-    return BlockMap(local, remote, heads=heads, local_layers=layers, remote_layers=layers)
+    return BlockMap(local, remote, heads=heads, local_layers=layers, remote_layers=layers, **shards)
 
 
 def pair(local: Cache, remote: Cache) -> BlockMap:

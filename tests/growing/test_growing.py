@@ -111,6 +111,37 @@ def test_the_blocks_of_a_window_come_with_its_tokens(staged: tuple[bool, bool]) 
     run_virtual(run(case, InprocCluster().world(), compute))
 
 
+@each("extends", [False, True])
+@each("staged", [(False, False), (True, False), (False, True)])
+@each("sharded", [(True, False), (False, True), (True, True)])
+def test_sharded_tokens_are_read_as_they_come(
+    sharded: tuple[bool, bool], staged: tuple[bool, bool], extends: bool
+) -> None:
+    """Also to and from ranks that have fewer tokens of the prompt than others, or none yet."""
+    model = Model(layers=2, kv_heads=1, head_size=4, latent=True)
+    whole = Engine(model=model, tp_size=2, stages=((0, 1),), block_size=4, num_blocks=9)
+    producer, consumer = (replace(whole, sharded=one) for one in sharded)
+    for tokens in (3, 13, 26):
+        tables = [tuple(range(1, 1 - -tokens // one.block_tokens)) for one in (producer, consumer)]
+        part = LayerPart(producer=producer, consumer=consumer, offered=tables[0], wanted=tables[1][::-1])
+        case = HandOver(parts=(part,), num_tokens=tokens, paths=Paths(staged=staged))
+
+        async def compute(producers: Sequence[Any], leases: Sequence[Lease], case: HandOver = case) -> None:
+            cleared, (ids,) = [Cleared(case, rank) for rank in producers], case.ids(0)
+            size, known = case.parts[0].producer.block_tokens, 0
+            for computed in sorted({*range(2, case.num_tokens, 5), case.num_tokens}):
+                filled = -(-computed // size)
+                for rank, lease in zip(cleared, leases, strict=True):
+                    rank.fill(computed)
+                    if extends and filled > known:
+                        lease.extend(ids[known:filled])
+                    lease.advance(computed)
+                known = filled
+                await asyncio.sleep(0.1)
+
+        run_virtual(run(case, InprocCluster().world(), compute, extends=extends))
+
+
 class Cleared:
     """A rank's blocks of the prompt, emptied; tokens come back as they are computed."""
 
@@ -121,15 +152,17 @@ class Cleared:
             for layer in range(len(cache.layout.layer_names)):
                 for part in range(cache.engine.model.parts):
                     slots = cache.pattern.slots(layer, part)
-                    self._slots.append((slots, slots.clone(), ids, cache.engine.block_size))
+                    self._slots.append((slots, slots.clone(), ids, cache))
         for slots, _, ids, _ in self._slots:
             slots[list(ids)] = 0
 
     def fill(self, tokens: int) -> None:
-        for slots, kept, ids, size in self._slots:
-            first = -(-self._tokens // size) - len(ids)
-            for at, block in enumerate(ids, first):
-                count = size if tokens == self._tokens else min(max(tokens - at * size, 0), size)
+        for slots, kept, ids, cache in self._slots:
+            size, of_block = cache.engine.block_size, cache.engine.block_tokens
+            before = cache.place.tp * size if cache.engine.sharded else 0
+            for at, block in enumerate(ids, -(-self._tokens // of_block) - len(ids)):
+                computed = tokens - at * of_block - before
+                count = size if tokens == self._tokens else min(max(computed, 0), size)
                 slots[block, :count] = kept[block, :count]
 
 

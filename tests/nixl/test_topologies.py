@@ -36,6 +36,7 @@ class Row:
     id: str
     model: Model = PLAIN
     tp: tuple[int, int] = (1, 1)
+    sharded: tuple[bool, bool] = (False, False)
     pp: tuple[int, int] = (1, 1)
     block_sizes: tuple[int, int] = (16, 16)
     looks: tuple[Look, Look] = (NHD, NHD)
@@ -51,7 +52,7 @@ class Row:
     paths: Paths = STRAIGHT
 
     def hand_over(self) -> HandOver:
-        ours, theirs = self.block_sizes
+        ours, theirs = (self._engine(side, 0).block_tokens for side in (0, 1))
         offered = self.num_tokens // ours if self.full_blocks_only else -(-self.num_tokens // ours)
         wanted = -(-min(self.num_tokens, offered * ours) // theirs) - self.cached
         return one_part(
@@ -73,6 +74,7 @@ class Row:
             stages=STAGES[self.pp[side]],
             block_size=self.block_sizes[side],
             num_blocks=blocks + 4,
+            sharded=self.sharded[side],
             looks=(self.looks[side],),
             states_heads=self.states_heads[side],
             dp_rank=self.dp[side],
@@ -83,6 +85,7 @@ ROWS = [
     Row(id="same"),
     Row(id="tp 2:4 HND to NHD", tp=(2, 4), looks=(HND, NHD)),
     Row(id="mla tp 1:4", model=LATENT, tp=(1, 4)),
+    Row(id="mla, tokens sharded over 2:4", model=LATENT, tp=(2, 4), sharded=(True, True)),
     Row(id="blocks 64:16 HND prefix in the midst of a block", block_sizes=(64, 16), looks=(HND, HND), cached=2),
     Row(id="full hit", cached=7),
     Row(id="pp 2:3 tp 2:1 from one rank's ticket", pp=(2, 3), tp=(2, 1), fixed_ports=True, named=(2,)),

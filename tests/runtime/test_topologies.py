@@ -118,9 +118,9 @@ def scattered(draw: st.DrawFn, count: int, num_blocks: int) -> tuple[int, ...]:
 
 @st.composite
 def engine_pairs(
-    draw: st.DrawFn, tp_sizes: Sequence[int], pp_sizes: Sequence[int], latent: bool
+    draw: st.DrawFn, tp_sizes: Sequence[int], pp_sizes: Sequence[int], latent: bool, sharded: bool
 ) -> tuple[Engine, Engine]:
-    """Producer and consumer, one block each."""
+    """Producer and consumer, one block each. `sharded`: of one of them, or of both, the tokens are sharded."""
     pp_size, their_pp_size = draw(st.tuples(st.sampled_from(pp_sizes), st.sampled_from(pp_sizes)))
     model = draw(models(latent=latent, layers_min=max(pp_size, their_pp_size)))
     sizes = [
@@ -132,9 +132,10 @@ def engine_pairs(
     tp_size, their_tp_size = draw(st.sampled_from(sizes))
     small, factor = draw(st.integers(1, 4)), draw(st.sampled_from([1, 1, 2, 3, 4]))
     block_size, their_block_size = draw(st.permutations([small, small * factor]))
+    ours, theirs = draw(st.sampled_from([(True, True), (True, False), (False, True)])) if sharded else (False, False)
     return (
-        draw(engines(model, tp_size, pp_size, block_size)),
-        draw(engines(model, their_tp_size, their_pp_size, their_block_size)),
+        replace(draw(engines(model, tp_size, pp_size, block_size)), sharded=ours),
+        replace(draw(engines(model, their_tp_size, their_pp_size, their_block_size)), sharded=theirs),
     )
 
 
@@ -155,12 +156,12 @@ def engines(draw: st.DrawFn, model: Model, tp_size: int, pp_size: int, block_siz
 @st.composite
 def prompts(draw: st.DrawFn, producer: Engine, consumer: Engine) -> tuple[int, int, int]:
     """(tokens, offered blocks, wanted blocks)."""
-    size = producer.block_size
-    larger = max(size, consumer.block_size)
+    size = producer.block_tokens
+    larger = max(size, consumer.block_tokens)
     num_tokens = draw(st.integers(1, 4)) * larger - draw(st.integers(0, larger - 1))
     needed, full = -(-num_tokens // size), num_tokens // size
     offered = draw(st.sampled_from([needed, needed, needed, full]) | st.integers(1, needed))
-    most = -(-min(num_tokens, offered * size) // consumer.block_size)
+    most = -(-min(num_tokens, offered * size) // consumer.block_tokens)
     cached = draw(st.sampled_from([0, 0, 0, most // 2]) | st.integers(0, most))
     return num_tokens, offered, most - cached
 
@@ -172,9 +173,10 @@ def hand_overs(
     tp_sizes: Sequence[int] = (1, 2),
     pp_sizes: Sequence[int] = (1,),
     latent: bool = False,
+    sharded: bool = False,
     paths: st.SearchStrategy[Paths] = slices,
 ) -> HandOver:
-    producer, consumer = draw(engine_pairs(tp_sizes, pp_sizes, latent))
+    producer, consumer = draw(engine_pairs(tp_sizes, pp_sizes, latent, sharded))
     num_tokens, offered, wanted = draw(prompts(producer, consumer))
     producer = replace(producer, num_blocks=max(offered, 1) + draw(st.integers(0, 3)))
     consumer = replace(consumer, num_blocks=max(wanted, 1) + draw(st.integers(0, 3)))
@@ -223,6 +225,10 @@ FAMILIES = {
     "tensor parallel ranks share heads in any ratio": hand_overs(tp_sizes=(1, 2, 3, 4, 6, 8)),
     "pipelines split layers anywhere": hand_overs(tp_sizes=(1, 2, 4), pp_sizes=(1, 2, 3)),
     "every rank holds the latent": hand_overs(tp_sizes=(1, 2, 4, 8), pp_sizes=(1, 2), latent=True),
+    "ranks share the tokens of a latent in any ratio": hand_overs(
+        tp_sizes=(1, 2, 3, 4, 6, 8), pp_sizes=(1, 2), latent=True, sharded=True
+    ),
+    "sharded tokens go through buffers": hand_overs(tp_sizes=(1, 2, 4), latent=True, sharded=True, paths=buffers),
     "any layout fills any other": hand_overs(),
     "whole heads of blocks that nobody can read": of_whole_heads(),
     "bytes that go through buffers are the same": hand_overs(pp_sizes=(1, 2), paths=buffers),
@@ -260,6 +266,12 @@ def opaque(kv_format: str, **changes: Any) -> Engine:
     return replace(whole, model=replace(whole.model, kv_format=kv_format))
 
 
+def shards(**changes: Any) -> Engine:
+    """Latents, with the tokens of a block on several ranks."""
+    whole = engine(kv_heads=1, sharded=True, **changes)
+    return replace(whole, model=replace(whole.model, latent=True))
+
+
 @pytest.mark.parametrize(
     ("producer", "consumer", "message"),
     [
@@ -287,8 +299,14 @@ def opaque(kv_format: str, **changes: Any) -> Engine:
             "opaque blocks (kv_format): ours 4 tokens of any heads, 4 bytes of K and V each, theirs 8 tokens of any",
         ),
         (engine(dtype=torch.float16), engine(dtype=torch.bfloat16), "dtype: ours 'bfloat16', theirs 'float16'"),
+        (shards(tp_size=2), shards(tp_size=3), "tp_size: ours 3, theirs 2: neither divides the other"),
+        (shards(tp_size=2), shards(tp_size=2, block_size=6), "block_size: ours 6, theirs 4: neither divides the other"),
+        (shards(tp_size=2), engine(kv_heads=1), "attention: ours 'K and V', theirs 'latent'"),
     ],
-    ids=["tp sizes", "block sizes", "heads", "layers", "heads apart", "heads in one", "tokens of heads", "dtypes"],
+    ids=[
+        *("tp sizes", "block sizes", "heads", "layers", "heads apart", "heads in one", "tokens of heads", "dtypes"),
+        *("ranks with shards", "blocks of shards", "shards to heads"),
+    ],
 )
 @in_virtual_time
 async def test_what_does_not_go_together_is_named_and_nothing_is_written(

@@ -42,9 +42,11 @@ class _Layer:
         count = 1 if model.latent else MODEL_KV_HEADS // share
         first = 0 if model.latent else tp_rank * count
         self.number, self.name = number, f"layers.{number}"
-        self.block_size = facts.block_size
+        self._shards, self._shard = (shape.tp_size, tp_rank) if facts.kind is GroupKind.SHARDED else (1, 0)
+        self._block_tokens = facts.block_size
+        self.block_size = tokens = facts.block_size // self._shards
         self._heads = slice(first, first + count)
-        blocks, tokens = shape.num_blocks, facts.block_size
+        blocks = shape.num_blocks
         if facts.kind is GroupKind.STATE:
             self._values: Ints = np.zeros((blocks, count, HEAD_SIZE), dtype=np.int32)
             self._blocks = self._values[None, :, None]
@@ -72,10 +74,10 @@ class _Layer:
 
     def write(self, content: Content, first: int, block_ids: Sequence[int], upto: int) -> None:
         """Write a prompt's tokens from `first` up to `upto` to `block_ids`."""
-        wanted = self._wanted(content, first, first + len(block_ids) * self.block_size)
+        numbers = self._numbers(first, block_ids)
         found = self._blocks[:, list(block_ids)]
-        tokens = found.reshape(wanted.shape)
-        tokens[:, : max(upto - first, 0)] = wanted[:, : max(upto - first, 0)]
+        tokens = found.reshape(len(found), len(numbers), *found.shape[3:])
+        tokens[:, numbers < upto] = self._wanted(content, numbers[numbers < upto])
         self._blocks[:, list(block_ids)] = tokens.reshape(found.shape)
 
     def fill(self, number: int, block_ids: Sequence[int] | None) -> None:
@@ -87,18 +89,19 @@ class _Layer:
 
         `block_ids` are the prompt's blocks from token `first` on.
         """
-        blocks = self._blocks[:, list(block_ids)]
-        found = blocks.reshape(len(blocks), -1, *blocks.shape[3:])[:, start - first : stop - first]
-        wanted = self._wanted(content, start, stop)
+        blocks, numbers = self._blocks[:, list(block_ids)], self._numbers(first, block_ids)
+        checked = (start <= numbers) & (numbers < stop)
+        found, numbers = blocks.reshape(len(blocks), -1, *blocks.shape[3:])[:, checked], numbers[checked]
+        wanted = self._wanted(content, numbers)
         if np.array_equal(found, wanted):
             return None
-        part, token, head, place = (int(axis[0]) for axis in np.nonzero(found != wanted))
-        value = int(found[part, token, head, place])
+        part, at, head, place = (int(axis[0]) for axis in np.nonzero(found != wanted))
+        value, token = int(found[part, at, head, place]), int(numbers[at])
         whose = f"prompt {value >> _NUMBER_SHIFT}" if value >= 0 else f"a later owner ({-1 - value})"
-        block = block_ids[(start - first + token) // self.block_size]
+        block = block_ids[(token - first) // self._block_tokens]
         where = f"block {block}, {self.name}, part {part}, head {head}"
-        number = content if isinstance(content, int) else int(content[start + token])
-        return f"token {start + token} ({where}) is of {whose}, not of prompt {number}"
+        number = content if isinstance(content, int) else int(content[token])
+        return f"token {token} ({where}) is of {whose}, not of prompt {number}"
 
     def blocks_of(self, address: int, size_bytes: int) -> range:
         """Return the blocks that a piece of memory touches; none if the memory is not in this layer."""
@@ -108,10 +111,15 @@ class _Layer:
         offset %= self._part_bytes
         return range(offset // self._block_bytes, (offset + size_bytes - 1) // self._block_bytes + 1)
 
-    def _wanted(self, content: Content, start: int, stop: int) -> Ints:
-        numbers = np.int32(content) if isinstance(content, int) else content[start:stop, None, None]
+    def _numbers(self, first: int, block_ids: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Return the position in the prompt of each token that this rank has in `block_ids`, from token `first` on."""
+        tokens = np.arange(first, first + len(block_ids) * self._block_tokens)
+        return tokens.reshape(len(block_ids), self._shards, self.block_size)[:, self._shard].ravel()
+
+    def _wanted(self, content: Content, tokens: npt.NDArray[np.int64]) -> Ints:
+        numbers = np.int32(content) if isinstance(content, int) else content[tokens, None, None]
         base = (numbers << _NUMBER_SHIFT) + np.int32(self.number * _PATTERN.size)
-        found: Ints = _PATTERN[: len(self._blocks), start:stop, self._heads] + base
+        found: Ints = _PATTERN[: len(self._blocks), tokens][:, :, self._heads] + base
         return found
 
 
@@ -145,7 +153,7 @@ class RankCache:
             segment = Segment(name="h", size=units, units=units, model_units=MODEL_KV_HEADS)
             layout = StateLayout.infer(tensors, [StateTensor(name="s", segments=(segment,))])
         else:
-            layout = CacheLayout.infer(tensors, order=self._order, block_size=facts.block_size)
+            layout = CacheLayout.infer(tensors, order=self._order, block_size=layers[0].block_size)
         return CacheGroup(facts.name, tensors, layout, window=facts.window or None, kind=facts.kind, pool=_POOL)
 
     def write(self, content: Content, tokens: int, tables: Tables, upto: int | None = None) -> None:

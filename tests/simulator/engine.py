@@ -103,7 +103,7 @@ class SimEngine:
         for index, cache in enumerate(self._caches):
             cache.poison(self.simulation.next_poison(), None)
             config, prefixes = self.simulation.settings.config(self.shape, self._address, index), Prefixes()
-            runtime = Runtime(config, world=world, parts=[prefixes])
+            runtime = Runtime(config, world=world, parts=[] if self.shape.sharded else [prefixes])
             await runtime.__aenter__()
             await runtime.register_kv_caches(cache.groups)
             ranks.append(SimRank(index, cache, runtime, prefixes, self._change))

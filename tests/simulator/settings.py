@@ -27,6 +27,8 @@ class Model:
     """True if a group of layers has state per request."""
     latent: bool = False
     """True if all heads share a latent, which every tensor-parallel rank has whole."""
+    sharded: bool = False
+    """True if some engines have the tokens of a latent on several ranks (decode context parallelism)."""
     layers: int = 1
     """Number of layers in each group. If above 1, some engines are pipelines."""
     priorities: bool = False
@@ -45,7 +47,8 @@ class Model:
 
     def groups(self, shape: Shape) -> tuple[GroupFacts, ...]:
         """Return the groups of layers of an engine."""
-        found = [GroupFacts(name="full", block_size=shape.block_size)]
+        kind = GroupKind.SHARDED if shape.sharded else GroupKind.FULL
+        found = [GroupFacts(name="full", block_size=shape.block_size, kind=kind)]
         if self.windows:
             sliding = GroupKind.SLIDING
             found.append(GroupFacts(name="local", block_size=_WINDOWED_BLOCK_SIZE, kind=sliding, window=_WINDOW))
@@ -64,6 +67,7 @@ _MODELS = {
     1: Model(shares=True),
     2: Model(flips=True, verifies=True),
     3: Model(windows=True, priorities=True),
+    4: Model(latent=True, sharded=True),
     5: Model(shares=True),
     6: Model(windows=True, state=True, priorities=True),
     7: Model(latent=True),
@@ -125,6 +129,8 @@ class Shape:
     num_blocks: int
     staged: bool
     scratch: str
+    sharded: bool = False
+    """True if the tokens of a block, `block_size` of them, are divided among the tensor-parallel ranks."""
     clock_offset_s: float
     clock_rate: float
     """Rate of the engine's clock, mostly as `core.protocol.proof` assumes. Freshness must not depend on it."""
@@ -232,6 +238,8 @@ def _draw_shape(rng: random.Random, index: int, count: int, like: Shape | None =
 def _suited(rng: random.Random, shape: Shape, model: Model) -> Shape:
     """Return `shape` with blocks for all groups of `model`, and with its layers divided among pipeline stages."""
     pp_size = rng.choice((1, 2)) if model.layers > 1 else 1
+    if model.sharded:
+        shape = replace(shape, tp_size=rng.choice((1, 2, 2, 4)), sharded=rng.random() < 0.7)
     return replace(shape, num_blocks=(4 if model.shares else 2) * shape.num_blocks, pp_size=pp_size)
 
 

@@ -98,7 +98,7 @@ class EngineProcess:
         self.engine_id = setup.engine_id
         self._commands, commands = socketpair()
         self._answers_in = self._commands.makefile("rb")
-        context = multiprocessing.get_context("spawn") if fresh else _forking()
+        context = multiprocessing.get_context("spawn") if fresh else forking()
         self._brake, brake = context.Pipe()
         self._process = context.Process(
             target=run_engine, args=(commands, brake, setup, environment), name=setup.engine_id, daemon=True
@@ -244,7 +244,7 @@ class Engines:
 
 
 @cache
-def _forking() -> ForkServerContext:
+def forking() -> ForkServerContext:
     """Return the context that forks engines from a server process, which has imported everything.
 
     UCX reads the settings of its log in that process, when it is loaded.

@@ -105,7 +105,7 @@ class LayerPart:
 
     def tokens(self, num_tokens: int) -> range:
         """Return the tokens of a prompt that are read: those with blocks on both sides."""
-        ours, theirs, start = self.consumer.block_size, self.producer.block_size, 0
+        ours, theirs, start = self.consumer.block_tokens, self.producer.block_tokens, 0
         if self.attention.window is None:
             num_tokens = min(num_tokens, len(self.offered) * theirs)
         else:
@@ -140,12 +140,18 @@ class HandOver:
     @property
     def plain(self) -> bool:
         """True if the engines register a dict of layers, without groups."""
-        return len(self.parts) == 1 and self.parts[0].attention == FULL and not self.by_name and not any(self.merged)
+        alone = len(self.parts) == 1 and self.parts[0].attention == FULL
+        return alone and not (self.by_name or any(self.merged) or self.sharded)
+
+    @property
+    def sharded(self) -> bool:
+        """True if the tokens of a block are sharded over ranks, on either side."""
+        return any(part.producer.sharded or part.consumer.sharded for part in self.parts)
 
     @property
     def verified(self) -> bool:
-        """True if the loads are verified: all loads with groups, and every second plain load."""
-        return not self.plain or self.num_tokens % 2 == 1
+        """True if the loads are verified: all loads with groups, and every second plain load; never sharded tokens."""
+        return not self.sharded and (not self.plain or self.num_tokens % 2 == 1)
 
     def engines(self, side: int) -> list[Engine]:
         """Return the producer (side 0) or the consumer (side 1) for each part."""
@@ -331,7 +337,7 @@ def _groups_of(case: HandOver, side: int, caches: Sequence[RankCache]) -> list[C
             cache.tensors,
             cache.layout,
             window=part.attention.window,
-            kind="chunked" if part.attention.chunked else None,
+            kind="chunked" if part.attention.chunked else "sharded" if cache.engine.sharded else None,
             pool="all" if case.one_pool[side] else None,
             num_kv_heads=cache.engine.model.kv_heads if cache.engine.states_heads else None,
         )
@@ -420,7 +426,7 @@ def _check_bytes(case: HandOver, producers: Iterable[_Rank], consumers: Iterable
     offered, wanted = case.ids(0), case.ids(1)
     for rank, (at, part) in itertools.product(consumers, enumerate(case.parts)):
         tokens, windowed = part.tokens(case.num_tokens), part.attention.window is not None
-        cached = (-(-tokens.stop // part.consumer.block_size) - len(part.wanted)) * part.consumer.block_size
+        cached = (-(-tokens.stop // part.consumer.block_tokens) - len(part.wanted)) * part.consumer.block_tokens
         for token in range(cached, tokens.start):
             assert not part.attention.needs(token, tokens.stop), f"token {token} is not read"
         source = [other.caches[at] for other in producers] if part.wanted else []
@@ -445,11 +451,13 @@ def _check_books(producers: Iterable[_Rank], consumers: Iterable[_Rank], reports
 
 
 def _check_report(case: HandOver, rank: _Rank, report: LoadReport, names: list[str]) -> None:
-    counts = [len(part.tokens(case.num_tokens)) for part in case.parts]
+    counts = [
+        sum(part.consumer.holds(rank.place, token) for token in part.tokens(case.num_tokens)) for part in case.parts
+    ]
     blocks = sum(len(part.wanted) for part in (case.parts[:1] if case.merged[1] else case.parts))
     offered = any(part.offered for part in case.parts)
     told = (report.tokens, report.blocks, report.notified, bool(report.sources))
-    assert told == (max(counts) if blocks else 0, blocks, offered, blocks > 0), report
+    assert told == (max(counts) if blocks else 0, blocks, offered, blocks > 0 and max(counts) > 0), report
     wanted = sum(count * part.consumer.token_bytes(rank.place) for count, part in zip(counts, case.parts, strict=True))
     assert report.bytes == wanted or (report.bytes > wanted and not case.paths.exact), report
     assert min(report.seconds.values()) >= 0.0, report

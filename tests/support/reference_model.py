@@ -79,12 +79,24 @@ class Engine:
     stages: tuple[tuple[int, ...], ...]
     """The layers of each pipeline stage."""
     block_size: int
+    """Tokens of a block on one rank."""
     num_blocks: int
+    sharded: bool = False
+    """True if the tokens of a block are sharded over the tensor-parallel ranks: rank 0 has the first `block_size`."""
     looks: tuple[Look, ...] = (Look(),)
     states_heads: bool = True
     """True if `Config.num_kv_heads` is set."""
     dp_rank: int = 0
     """Data-parallel replica that has the request."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Number of tokens that a block id stands for."""
+        return self.block_size * (self.tp_size if self.sharded else 1)
+
+    def holds(self, place: Place, token: int) -> bool:
+        """Return whether a rank holds a token of a prompt, in its layers."""
+        return not self.sharded or token // self.block_size % self.tp_size == place.tp
 
     @property
     def places(self) -> list[Place]:
@@ -144,8 +156,9 @@ class RankCache:
             layer_indices=None if look.layers_named else self._cache.recipe.indices,
         )
 
-        self.pattern = PatternCache("prefill", self.tensors, self.layout, first_head=engine.heads(place).start)
-        """The producer's pattern, over this cache. It is the same on all ranks that hold the same head."""
+        name = f"prefill {place.tp}" if engine.sharded else "prefill"
+        self.pattern = PatternCache(name, self.tensors, self.layout, first_head=engine.heads(place).start)
+        """The producer's pattern, over this cache. It is the same on all ranks that hold the same head of a token."""
 
     def snapshot(self) -> list[bytes]:
         """Return all bytes of the memory, including bytes outside every block."""
@@ -164,6 +177,9 @@ class RankCache:
         Tokens before `first_token` lie before the window, and are not compared. Compared elements are overwritten with
         the sentinel.
         """
+        source = list(source)
+        if any(cache.engine.sharded for cache in (self, *source)):
+            return self._difference_of_tokens(source, offered, loaded, num_tokens)
         facts: dict[str, Any] = {"num_tokens": num_tokens, "windowed": first_token > 0}
         for other in source:
             problem = compare_blocks(self.pattern, loaded, other.pattern, offered, **facts)
@@ -178,5 +194,29 @@ class RankCache:
                 if (filled == sentinel.view(slots.dtype)).any():
                     return f"{self.place}: layer {layer} part {part} block {block} was not written"
                 filled[:] = sentinel.view(slots.dtype)
+        return self._foreign_bytes()
+
+    def _difference_of_tokens(
+        self, source: Sequence[RankCache], offered: Sequence[int], loaded: Sequence[int], num_tokens: int
+    ) -> str:
+        """The same, token by token, if the tokens of a latent cache are sharded on either side."""
+        sentinel = torch.full((self.layout.itemsize,), self._fill, dtype=torch.uint8)
+        first = -(-num_tokens // self.engine.block_tokens) - len(loaded)
+        for token in range(first * self.engine.block_tokens, num_tokens if source else 0):
+            holders = [other for other in source if other.engine.holds(other.place, token)]
+            for at, layer in enumerate(self.layout.layer_indices if self.engine.holds(self.place, token) else ()):
+                other = next(one for one in holders if layer in one.layout.layer_indices)
+                mine = self._slot(at, token, loaded, first)
+                if not mine.equal(other._slot(other.layout.layer_indices.index(layer), token, offered, 0)):
+                    return f"{self.place}: layer {layer} token {token} is not that of {other.place}"
+                mine[:] = sentinel.view(mine.dtype)
+        return self._foreign_bytes()
+
+    def _slot(self, layer: int, token: int, table: Sequence[int], first_block: int) -> torch.Tensor:
+        """Return the latent of a token. `layer`: index among the layers here. `table`: blocks from `first_block` on."""
+        block = table[token // self.engine.block_tokens - first_block]
+        return self.pattern.slots(layer, 0)[block, token % self.engine.block_size]
+
+    def _foreign_bytes(self) -> str:
         right = all((storage == self._fill).all() for storage in self._cache.storages)
         return "" if right else f"{self.place}: bytes were written that do not belong to the prompt"

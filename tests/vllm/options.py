@@ -12,6 +12,10 @@ HANDLED = {
         "pipeline_parallel_size": "test_settings.py::test_ranks_and_names_are_vllms",
         "tensor_parallel_size": "test_models.py::test_the_tokens_are_those_of_a_single_instance",
         "data_parallel_size": "test_models.py::test_the_tokens_are_those_of_a_single_instance",
+        "decode_context_parallel_size": "test_context_parallel.py::test_a_prompt_is_where_vllm_looks_for_it",
+        "cp_kv_cache_interleave_size": (
+            "test_context_parallel.py::test_tokens_that_are_not_dealt_out_by_blocks_are_refused_with_both_values"
+        ),
         "data_parallel_index": "test_settings.py::test_ranks_and_names_are_vllms",
         "distributed_executor_backend": "test_options.py::test_a_scheduler_that_knows_only_some_ranks_is_refused",
     },
@@ -68,9 +72,8 @@ INDIFFERENT = {
             data_parallel_rpc_port dp_sync_interval data_parallel_master_port data_parallel_backend
             data_parallel_external_lb data_parallel_hybrid_lb disable_nccl_for_dp_synchronization
             _data_parallel_master_port_list _coord_store_port""",
-        "read only with context parallelism, which is refused": """
-            dcp_kv_cache_interleave_size cp_kv_cache_interleave_size dcp_comm_backend dcp_q_replicate
-            _allow_auto_resolve_cp_interleave_size""",
+        "how ranks combine their parts of a result, and from what vLLM sets cp_kv_cache_interleave_size": """
+            dcp_comm_backend dcp_q_replicate dcp_kv_cache_interleave_size _allow_auto_resolve_cp_interleave_size""",
         "how ranks compute and communicate within a step: blocks hold the same after it": """
             enable_hc_sp enable_batch_sharded_sampling disable_custom_all_reduce enable_shm_tensor_arena enable_dbo
             ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold""",

@@ -56,6 +56,9 @@ class GroupKind(enum.StrEnum):
     """The layers attend to the tokens since the last multiple of `window` (chunked local attention)."""
     STATE = "state"
     """The layers attend to no tokens: they keep one state per request, the state after the last computed token."""
+    SHARDED = "sharded"
+    """As "full", but a block id stands for a block on each tensor-parallel rank (decode context parallelism): rank r of
+    n holds part r of n of the tokens. Only for latents (MLA), and for all groups of a cache or none."""
 
 
 class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -66,7 +69,8 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     name: Name
     block_size: Count
-    """Tokens per block; 1 for a group with state per request."""
+    """Number of tokens that a block id stands for, on all ranks together if they are sharded; 1 for a group with state
+    per request."""
     kind: GroupKind = GroupKind.FULL
     window: Count = 0
     """Size in tokens of the window that the layers attend to; 0 if there is no window."""
@@ -82,7 +86,7 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def whole(self) -> bool:
         """True if the group's blocks hold the prompt from its first token on; False if they hold only its end."""
-        return self.kind is GroupKind.FULL
+        return self.kind is GroupKind.FULL or self.kind is GroupKind.SHARDED
 
     def blocks_needed(self, tokens: int) -> int:
         """Return how many blocks a request has in this group once `tokens` tokens of its prompt are computed."""
@@ -95,7 +99,7 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         to.
         """
         match self.kind:
-            case GroupKind.FULL:
+            case GroupKind.FULL | GroupKind.SHARDED:
                 return 0
             case GroupKind.SLIDING:
                 return max(tokens - self.window, 0)
@@ -205,6 +209,8 @@ class CacheGroup:
             raise LayoutError(f"{what}: layers: {error}") from error
         set_field("layout", _layouts(self.layers, self.layout, what))
         set_field("split", checks.whole(self.split, f"{what}: split", least=1, error=LayoutError))
+        if self.kind is GroupKind.SHARDED and (self.split > 1 or not _hold_latents(self.layouts)):
+            raise LayoutError(f"{what}: kind is 'sharded': expected latents (MLA) and split 1, got split {self.split}")
         if self.num_blocks % self.split:
             raise LayoutError(f"{what}: split: num_blocks, {self.num_blocks}, is not a multiple of {self.split}")
 
@@ -225,6 +231,19 @@ class CacheGroup:
         block_size = first.block_size if isinstance(first, CacheLayout) else 1
         return GroupFacts(name=self.name, block_size=block_size, kind=self.kind, window=self.window or 0)
 
+    def facts_on(self, tp_size: int) -> GroupFacts:
+        """Return the group's facts in an engine, in which tokens may be sharded over several ranks.
+
+        Args:
+            tp_size: number of tensor-parallel ranks of the engine.
+
+        Returns:
+            `facts`; if the group is sharded, with the tokens of a block on all ranks together as the block size.
+        """
+        sharded = self.kind is GroupKind.SHARDED
+        facts = self.facts
+        return msgspec.structs.replace(facts, block_size=facts.block_size * tp_size) if sharded else facts
+
     @property
     def num_blocks(self) -> int:
         """Number of blocks, or slots of state, in the group's tensors."""
@@ -243,6 +262,10 @@ class CacheGroup:
             else:
                 size += layout.slot_size_bytes
         return size
+
+
+def _hold_latents(layouts: Sequence[CacheLayout | StateLayout]) -> bool:
+    return all(isinstance(layout, CacheLayout) and layout.latent for layout in layouts)
 
 
 def _kind(kind: object, window: object, holds_state: bool, what: str) -> GroupKind:
@@ -298,6 +321,9 @@ def groups_of(kv_caches: KVCaches | Sequence[CacheGroup], layout: CacheLayout | 
     for state in (False, True):
         layouts = [one for group in groups if (group.kind is GroupKind.STATE) is state for one in group.layouts]
         _check_unique([index for one in layouts for index in one.layer_indices], "layer")
+    if len({group.kind is GroupKind.SHARDED for group in groups}) > 1:
+        kinds = ", ".join(f"{group.name!r} is {group.kind}" for group in groups)
+        raise LayoutError(f"kv_caches: tokens are sharded in all groups or in none: {kinds}")
     pools: dict[str, CacheGroup] = {}
     for group in groups:
         assert group.pool is not None, "settled"

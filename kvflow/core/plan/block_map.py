@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.regions import Device, Regions
-from kvflow.core.plan.topology import HeadSource
+from kvflow.core.plan.topology import WHOLE, HeadSource, Shard
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
@@ -95,6 +95,7 @@ class BlockMap:
             block format, and blocks are always read whole.
         local_set: index of the local set of layers.
         local_group, remote_group: index of the group with these layers, on this side and on the peer's.
+        local_shard, remote_shard: the tokens of a block that each side holds.
     """
 
     def __init__(
@@ -109,10 +110,16 @@ class BlockMap:
         local_set: int = 0,
         local_group: int = 0,
         remote_group: int = 0,
+        local_shard: Shard = WHOLE,
+        remote_shard: Shard = WHOLE,
     ) -> None:
         ours, theirs = _same_parts(local, remote)
         self.local_set, self.local_group, self.remote_group = local_set, local_group, remote_group
         self.group_pair = (local_group, remote_group)
+        self.local_shard, self.remote_shard = local_shard, remote_shard
+        self.sharded = local_shard.ranks * remote_shard.ranks > 1
+        self.match_key = (local_group, remote_group, remote_shard.rank)
+        """Key of the chunks to read in a plan. Equal keys, of different ranks and layers, have equal chunks."""
         self.remote_whole = remote
         """The peer's regions as the peer states them. In the attribute `remote`, fused K and V are split if the local
         regions have K and V apart."""
@@ -130,6 +137,8 @@ class BlockMap:
         self.heads = heads
         self.local, self.remote = ours, theirs
         self.chunk_tokens = min(ours.block.tokens, theirs.block.tokens)
+        self.local_tokens = ours.block.tokens * local_shard.ranks
+        """Number of tokens that a local block id stands for."""
         self._rows = _rows(ours, theirs, heads, self.layer_pairs)
         self.region_maps: Callable[[int], tuple[RegionMap, ...]] = lru_cache(_TAILS_MAX)(self._make_region_maps)
 

@@ -21,6 +21,7 @@ from msgspec import ValidationError, convert
 from kvflow.checks import counted, whole_numbers
 from kvflow.core.cache.regions import Device, UInt64Array
 from kvflow.core.plan.block_map import BlockMap, Int64Array, RegionMap
+from kvflow.core.plan.topology import WHOLE, Shard
 from kvflow.errors import RequestError
 
 BlockIds: TypeAlias = Int64Array
@@ -165,6 +166,13 @@ class Chunks:
     """Number of tokens to read from the start of each chunk."""
     first: int = 0
     """Number of the prompt's chunks that precede these chunks, if these are in prompt order (`match_chunks`)."""
+    numbers: Int64Array | None = None
+    """Number of each chunk in the prompt, from 0; None if the chunks follow each other."""
+
+    @property
+    def last(self) -> int:
+        """Number of the last of these chunks in the prompt, for chunks in prompt order."""
+        return self.first + len(self) - 1 if self.numbers is None else int(self.numbers[-1])
 
     def __len__(self) -> int:
         return len(self.local_ids)
@@ -179,6 +187,7 @@ class Chunks:
             None if theirs is None else theirs[index],
             self.tokens,
             self.first,
+            None if self.numbers is None else self.numbers[index],
         )
 
     def between(self, start: int, stop: int) -> Chunks:
@@ -186,6 +195,8 @@ class Chunks:
 
         Numbers outside these chunks are left out. Only for chunks in prompt order.
         """
+        if self.numbers is not None:
+            return self.select(slice(*self.numbers.searchsorted((start, stop)).tolist()))
         begin, end = (min(max(edge - self.first, 0), len(self)) for edge in (start, stop))
         return replace(self.select(slice(begin, end)), first=self.first + begin)
 
@@ -199,7 +210,8 @@ class Chunks:
         `block_ids`: the ids that one rank of the producer has for the offered blocks.
         """
         ours, theirs = self.local_parts, self.remote_parts
-        return Chunks(self.local_ids, ours, block_ids[self.remote_ids], theirs, self.tokens, self.first)
+        remote_ids = block_ids[self.remote_ids]
+        return Chunks(self.local_ids, ours, remote_ids, theirs, self.tokens, self.first, self.numbers)
 
 
 def match_chunks(
@@ -211,11 +223,13 @@ def match_chunks(
     num_tokens: int,
     needed_from: int = 0,
     whole: bool = True,
+    local_shard: Shard = WHOLE,
+    remote_shard: Shard = WHOLE,
     what: str = "load",
 ) -> tuple[Chunks, ...]:
     """Return the chunks that fill the local blocks: a `Chunks` of all full chunks, then one of the last, partial chunk.
 
-    An empty `Chunks` is left out. One block size, in tokens, must divide the other.
+    An empty `Chunks` is left out. One block size, in tokens on one rank, must divide the other.
 
     Args:
         local_ids: the local blocks to fill, which end with the block of the last offered token.
@@ -225,6 +239,8 @@ def match_chunks(
             are offered.
         whole: True if the offered blocks hold the prompt from its first token on; False if they hold only its end, as
             the blocks of a sliding-window group do.
+        local_shard, remote_shard: the tokens of a block that the local rank and the producer's rank hold. If tokens are
+            sharded, only the chunks that both ranks hold are returned; they have `numbers`.
         what: beginning of an error's message.
 
     Raises:
@@ -232,6 +248,9 @@ def match_chunks(
     """
     if not len(local_ids):
         return ()
+    size = min(local_block_size, remote_block_size)
+    our_held, their_held = local_block_size // size, remote_block_size // size
+    local_block_size, remote_block_size = local_block_size * local_shard.ranks, remote_block_size * remote_shard.ranks
     tokens = min(num_tokens, offered * remote_block_size) if whole else num_tokens
     first_block = -(-tokens // local_block_size) - len(local_ids)
     if first_block < 0:
@@ -243,7 +262,6 @@ def match_chunks(
     needed = max(first_block * local_block_size, needed_from)
     if start_token > needed:
         raise RequestError(f"{what}: tokens from {needed} on are needed, only those from {start_token} on are offered")
-    size = min(local_block_size, remote_block_size)
     ours, theirs = local_block_size // size, remote_block_size // size
     first, full, tail = start_token // size, tokens // size, tokens % size
     found = []
@@ -254,7 +272,28 @@ def match_chunks(
             remote_at, remote_parts = (chunk, None) if theirs == 1 else np.divmod(chunk, theirs)
             remote_at = remote_at - first_offered if first_offered else remote_at
             found.append(Chunks(local_ids[local_at - first_block], local_parts, remote_at, remote_parts, length, start))
+    if local_shard.ranks * remote_shard.ranks > 1:
+        found = [_on_both_ranks(some, our_held, local_shard, their_held, remote_shard) for some in found]
+        found = [some for some in found if len(some)]
     return tuple(found)
+
+
+def _on_both_ranks(chunks: Chunks, our_held: int, ours: Shard, their_held: int, theirs: Shard) -> Chunks:
+    """Return those of `chunks`, which follow each other in the prompt, that the shards of both ranks hold.
+
+    `our_held`, `their_held`: number of chunks of a block that one rank holds. In the result, parts are indexes within
+    the chunks that the rank holds.
+    """
+    numbers = np.arange(chunks.first, chunks.first + len(chunks), dtype=np.int64)
+    held = (numbers // our_held % ours.ranks == ours.rank) & (numbers // their_held % theirs.ranks == theirs.rank)
+    found, numbers = chunks.select(np.flatnonzero(held)), numbers[held]
+    return replace(
+        found,
+        local_parts=None if our_held == 1 else numbers % our_held,
+        remote_parts=None if their_held == 1 else numbers % their_held,
+        first=int(numbers[0]) if len(numbers) else chunks.first,
+        numbers=numbers,
+    )
 
 
 def plan_read(groups: Sequence[RegionMap], chunks: Chunks, last: Piece | None = None) -> Descriptors:
@@ -324,9 +363,10 @@ def small_load_map(block_map: BlockMap) -> RegionMap | None:
     """Return the region map with which `match_few` and `read_few` plan small loads; None if these functions cannot be
     used.
 
-    They can be used if blocks have equally many tokens on both sides, and one region map reads each block as one piece.
+    They can be used if blocks have equally many tokens on both sides, no tokens are sharded, and one region map reads
+    each block as one piece.
     """
-    if block_map.local.block.tokens != block_map.remote.block.tokens:
+    if block_map.local.block.tokens != block_map.remote.block.tokens or block_map.sharded:
         return None
     pairs = block_map.region_maps(block_map.chunk_tokens)
     can_plan = len(pairs) == 1 and len(pairs[0].local_offsets) == 1 and pairs[0].first_rows is not None

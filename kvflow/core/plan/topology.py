@@ -10,6 +10,9 @@ A rank may hold layers of several kinds: of different groups (a sliding window b
 numbers of heads. Each kind is a `CacheShare`, and each may be read from other ranks. Ranks are compared layer by layer,
 so the two engines may group their layers differently.
 
+With decode context parallelism, tokens of a latent cache are *sharded*: each block has tokens on every tensor-parallel
+rank (`Shard`). A reader then reads from all ranks that hold tokens which it holds, too.
+
 Each reader reports a *share* of the lease as read (`ReportShare`); the lease ends when the shares add up to 1. If
 several producer ranks hold the same heads, a rank may have no reader, but still needs a report: that of the first
 reader of the nearest lower rank with the same heads that has readers.
@@ -24,6 +27,7 @@ model.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from fractions import Fraction
@@ -78,15 +82,27 @@ class Parallelism(NamedTuple):
     model_kv_heads: int
     more: tuple[tuple[int, int, int], ...] = ()
     """(block_size, kv_heads, model_kv_heads) of each further kind of layers."""
+    sharded: bool = False
 
     def ranks(self, dp_rank: int) -> list[Rank]:
         return [Rank(dp_rank, *place) for place in itertools.product(range(self.pp_size), range(self.tp_size))]
 
     @property
     def kinds(self) -> Iterator[dict[str, int]]:
-        """Yield a dict for each kind of layers, with tp_size, pp_size, block_size, kv_heads and model_kv_heads."""
+        """Yield a dict for each kind of layers: tp_size, pp_size, block_size, kv_heads, model_kv_heads, sharded."""
         for kind in (self[2:5], *self.more):
-            yield dict(zip(self._fields, (*self[:2], *kind), strict=False))
+            yield dict(zip(self._fields, (*self[:2], *kind), strict=False)) | {"sharded": self.sharded}
+
+
+class Shard(NamedTuple):
+    """The tokens of a block that one rank holds: the part `rank` of `ranks` equal parts of consecutive tokens."""
+
+    rank: int
+    ranks: int
+
+
+WHOLE = Shard(0, 1)
+"""All tokens of a block."""
 
 
 class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,6 +125,7 @@ class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
     latent: bool
     """True if the layers hold one latent vector per token in place of K and V (MLA)."""
     block_size: Size
+    """Number of tokens that a block id stands for."""
     dtype: Fact = ""
     kv_format: Fact = PLAIN
     group: Count = 0
@@ -116,6 +133,17 @@ class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
     part: Fact = ""
     """Name of the segment (`cache.state.Segment`) if the layers hold state per request; the segment's units count as
     heads. "" for layers with a KV cache."""
+    sharded: bool = False
+    """True if the tokens of a block are sharded over the tensor-parallel ranks."""
+
+    @property
+    def shard(self) -> Shard:
+        return Shard(self.tp_rank, self.tp_size) if self.sharded else WHOLE
+
+    @property
+    def held_tokens(self) -> int:
+        """Number of tokens of a block that one rank holds."""
+        return self.block_size // self.shard.ranks
 
     @property
     def plain(self) -> bool:
@@ -129,11 +157,16 @@ class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cache_share_of(
-    layout: CacheLayout | StatePart, config: Config, *, model_kv_heads: int | None, group: int = 0
+    layout: CacheLayout | StatePart,
+    config: Config,
+    *,
+    model_kv_heads: int | None,
+    group: int = 0,
+    sharded: bool = False,
 ) -> CacheShare:
     """Return the cache share of the rank that `config` describes, for the layers that `layout` describes.
 
-    `group`: index of the layers' group.
+    `group`: index of the layers' group. `sharded`: the tokens of a block are sharded over the tensor-parallel ranks.
     """
     return CacheShare(
         tp_rank=config.tp_rank,
@@ -144,11 +177,12 @@ def cache_share_of(
         kv_heads=layout.kv_heads,
         model_kv_heads=model_kv_heads or 0,
         latent=layout.latent,
-        block_size=layout.block_size,
+        block_size=layout.block_size * (config.tp_size if sharded else 1),
         dtype=layout.dtype,
         kv_format=layout.kv_format,
         group=group,
         part=layout.name if isinstance(layout, StatePart) else "",
+        sharded=sharded,
     )
 
 
@@ -178,7 +212,7 @@ def parallelism_of(shares: Sequence[CacheShare]) -> Parallelism:
     """Return the parallelism of an engine. `shares`: all cache shares of one rank, no matter which."""
     first = shares[0]
     kinds = dict.fromkeys((one.block_size, one.kv_heads, one.model_kv_heads) for one in model_shares(shares))
-    return Parallelism(first.tp_size, first.pp_size, *next(iter(kinds)), tuple(kinds)[1:])
+    return Parallelism(first.tp_size, first.pp_size, *next(iter(kinds)), tuple(kinds)[1:], first.sharded)
 
 
 class HeadSource(NamedTuple):
@@ -257,7 +291,7 @@ def differences(ours: Sequence[CacheShare], theirs: Sequence[CacheShare]) -> lis
     """
     pairs = [pair[2:] for pair in common_shares(ours, theirs)] or [(ours[0], theirs[0])]
     found = [_divisibility_problem("tp_size", ours[0].tp_size, theirs[0].tp_size)]
-    found += (_divisibility_problem("block_size", mine.block_size, other.block_size) for mine, other in pairs)
+    found += (_divisibility_problem("block_size", mine.held_tokens, other.held_tokens) for mine, other in pairs)
     found += _layer_differences(ours, theirs)
     found += (_head_difference(mine, other) for mine, other in pairs)
     for name in ("latent", "dtype", "kv_format"):
@@ -352,7 +386,33 @@ def sources_of(ours: CacheShare, theirs: CacheShare) -> tuple[HeadSource, ...]:
 
     `theirs`: cache share of any rank of the producer. The result is valid for each pipeline stage of the producer.
     """
+    if theirs.sharded:
+        return _shard_sources(ours, theirs)
     return head_sources(ours.tp_rank, ours.tp_size, theirs.tp_size, kv_heads_of_model(ours, theirs))
+
+
+def _shard_sources(ours: CacheShare, theirs: CacheShare) -> tuple[HeadSource, ...]:
+    """Return the ranks of a producer with sharded tokens that the local rank reads from: those with tokens in common.
+
+    Each of these ranks has equally many readers, since the tokens of a block on one rank are as many as on the other
+    side, or a multiple.
+    """
+    shards = [Shard(rank, theirs.tp_size) for rank in range(theirs.tp_size)]
+    found = [shard for shard in shards if _shards_meet(ours.shard, ours.held_tokens, shard, theirs.held_tokens)]
+    readers = [Shard(rank, ours.tp_size) if ours.sharded else WHOLE for rank in range(ours.tp_size)]
+    reporters = sum(_shards_meet(one, ours.held_tokens, found[0], theirs.held_tokens) for one in readers)
+    return tuple(HeadSource(shard.rank, 0, 0, 1, reporters) for shard in found)
+
+
+def _shards_meet(ours: Shard, size: int, theirs: Shard, their_size: int) -> bool:
+    """Return True if some token of some prompt is in shard `ours`, of `size` tokens, and in `theirs`, of `their_size`.
+
+    The shards of consecutive blocks are `ours.ranks * size` and `theirs.ranks * their_size` tokens apart. So the
+    distances between the starts of two shards are one distance plus any multiple of `period`.
+    """
+    period = math.gcd(ours.ranks * size, theirs.ranks * their_size)
+    distance = (ours.rank * size - theirs.rank * their_size) % period
+    return distance < their_size or distance > period - size
 
 
 def source_at(ours: CacheShare, theirs: CacheShare) -> HeadSource | None:

@@ -91,8 +91,8 @@ def check_cache_shares(shares: Sequence[CacheShare]) -> None:
         _check_cache_share(share)
     if len(shares) == 1:
         return
-    if len({(one.tp_rank, one.tp_size, one.pp_rank, one.pp_size) for one in shares}) > 1:
-        raise WireError("cache shares: of several ranks")
+    if len({(one.tp_rank, one.tp_size, one.pp_rank, one.pp_size, one.sharded) for one in shares}) > 1:
+        raise WireError("cache shares: of several ranks, or some with sharded tokens")
     if len({(one.part, layer) for one in shares for layer in one.layers}) < sum(len(one.layers) for one in shares):
         raise WireError("cache shares: a layer is in two shares")
 
@@ -103,6 +103,9 @@ def _check_cache_share(share: CacheShare) -> None:
         raise WireError(f"cache share: (tp_rank, tp_size, pp_rank, pp_size) are {sizes}")
     if share.part and (not is_name(share.part, _PART_CHARS_MAX) or share.latent or share.model_kv_heads < 1):
         raise WireError(f"cache share: part {share.part[:80]!a}, latent is {share.latent}")
+    if share.sharded and (not share.latent or share.block_size % share.tp_size):
+        tokens = f"latent is {share.latent}, block_size {share.block_size}, tp_size {share.tp_size}"
+        raise WireError(f"cache share: sharded tokens, {tokens}")
     if not 0 < len(set(share.layers)) == len(share.layers):
         raise WireError(f"cache share: {counted(len(share.layers), 'layer')}: expected at least one, and none twice")
 
@@ -124,6 +127,8 @@ def check_sets(shares: Sequence[CacheShare], regions: Sequence[Regions], groups:
             raise WireError(f"cache share: group {share.group} of {len(groups)}, block_size {share.block_size}")
         if (groups[share.group].kind is GroupKind.STATE) != bool(share.part):
             raise WireError(f"cache share: part {share.part!a} in a group of kind {groups[share.group].kind}")
+        if (groups[share.group].kind is GroupKind.SHARDED) != share.sharded:
+            raise WireError(f"cache share: sharded is {share.sharded}, the group's kind {groups[share.group].kind}")
         if num_blocks.setdefault(share.group, region.num_blocks) != region.num_blocks:
             raise WireError(f"cache shares: group {share.group} has {num_blocks[share.group]} and other blocks")
     if len(num_blocks) != len(groups):
@@ -137,7 +142,7 @@ def _check_set(share: CacheShare, regions: Regions) -> None:
         layers = counted(len(share.layers), "layer")
         raise WireError(f"cache share: {layers}, {counted(len(regions), 'region')} {regions.parts}")
     block = regions.block
-    if (share.block_size, share.kv_heads) != (block.tokens, block.heads):
+    if (share.block_size, share.kv_heads) != (block.tokens * share.shard.ranks, block.heads):
         raise WireError(
             f"cache share: block_size {share.block_size}, kv_heads {share.kv_heads}, "
             f"model_kv_heads {share.model_kv_heads}, blocks of shape {tuple(block)}"

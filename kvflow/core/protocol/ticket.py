@@ -37,7 +37,7 @@ from kvflow.core.bounds import (
     Traceparent,
     read_traceparent,
 )
-from kvflow.core.cache.groups import GROUPS_MAX, GroupFacts
+from kvflow.core.cache.groups import GROUPS_MAX, GroupFacts, GroupKind
 from kvflow.core.cache.tensors import NAME_CHARS_MAX
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.plan.topology import Parallelism, Rank
@@ -176,7 +176,8 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
     @cached_property
     def parallelism(self) -> Parallelism:
         kind = (self.block_size, self.kv_heads, self.model_kv_heads)
-        return Parallelism(self.tp_size, self.pp_size, *kind, self.more_kinds)
+        sharded = bool(self.groups) and self.groups[0].kind is GroupKind.SHARDED
+        return Parallelism(self.tp_size, self.pp_size, *kind, self.more_kinds, sharded)
 
     @property
     def block_tables(self) -> tuple[BlockIds, ...]:
@@ -520,6 +521,13 @@ def check_groups(ticket: Ticket) -> None:
         raise RequestError(f"ticket: {counted(len(groups), 'group')}, but {tables}")
     if groups[0].block_size != ticket.block_size:
         raise RequestError(f"ticket: block_size {ticket.block_size}, but {groups[0].block_size} of the first group")
+    sharded = [group for group in groups if group.kind is GroupKind.SHARDED]
+    sizes = [group.block_size for group in groups] + [block_size for block_size, _, _ in ticket.more_kinds]
+    if sharded and (len(sharded) < len(groups) or any(size % ticket.tp_size for size in sizes)):
+        raise RequestError(
+            f"ticket: groups with sharded tokens: {len(sharded)} of {len(groups)}, block sizes {sizes} on "
+            f"{counted(ticket.tp_size, 'rank')}"
+        )
 
 
 def check_incomplete_offer(ticket: Ticket) -> None:

@@ -3,9 +3,10 @@
 No I/O, no clock; the only effect is that `plan_load` sets `chunks` and `tables` of the sources that are read.
 
 Every rank of an engine holds the same prompt in the same blocks. So blocks are matched once for each pair of a local
-and a remote group of layers, as chunks of tokens (`Chunks`), and then the block ids of each rank are filled in. All
-block ids from outside are checked against the registered caches before they are used (invariant I8). `steps` has a
-faster planner for a few whole blocks from one rank.
+and a remote group of layers, as chunks of tokens (`Chunks`), and then the block ids of each rank are filled in. If the
+producer's tokens are sharded, each of its ranks has chunks of its own. All block ids from outside are checked against
+the registered caches before they are used (invariant I8). `steps` has a faster planner for a few whole blocks from one
+rank.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from kvflow.errors import PromptMismatch, RequestError
 from kvflow.runtime.load.requests import LoadRequest
 from kvflow.runtime.peers.peer import Source
 
-MatchedChunks: TypeAlias = Mapping[tuple[int, int], tuple[Chunks, ...]]
-"""Chunks to read, keyed by the indexes (local group, remote group). Their `remote_ids` hold positions in the offered
-block table in place of block ids. The positions are the same for all producer ranks, unlike the block ids."""
+MatchedChunks: TypeAlias = Mapping[tuple[int, int, int], tuple[Chunks, ...]]
+"""Chunks to read, keyed by `BlockMap.match_key`. Their `remote_ids` hold positions in the offered block table in place
+of block ids. The positions are the same for all producer ranks, unlike the block ids."""
 
 
 class Plan(NamedTuple):
@@ -52,27 +53,28 @@ def plan_load(
 
     `what` names the request in errors. RequestError if the offered blocks and the local blocks do not match.
     """
-    matched: dict[tuple[int, int], tuple[Chunks, ...]] = {}
-    read_from, tokens = [], 0
+    matched: dict[tuple[int, int, int], tuple[Chunks, ...]] = {}
+    filled: dict[tuple[int, int], int] = {}
+    read_from = []
     for source in sources:
         wanted = False
         for block_map in source.connection.block_maps:
-            found = matched.get(block_map.group_pair)
+            found = matched.get(block_map.match_key)
             if found is None:
-                found = matched[block_map.group_pair] = _match_blocks(what, ticket, tables, groups, block_map, source)
-                filled = 0
+                found = matched[block_map.match_key] = _match_blocks(what, ticket, tables, groups, block_map, source)
+                tokens = filled.get(block_map.group_pair, 0)
                 for some in found:
-                    filled += len(some.local_ids) * some.tokens
-                tokens = max(tokens, filled)
+                    tokens += len(some.local_ids) * some.tokens
+                filled[block_map.group_pair] = tokens
             wanted = wanted or len(found) > 0
         if wanted:
             source.tables = remote_tables(ticket, source)
             for block_map in source.connection.block_maps:
-                if found := matched[block_map.group_pair]:
+                if found := matched[block_map.match_key]:
                     table = source.tables[block_map.remote_group]
                     source.chunks[block_map] = [some.locate(table) for some in found]
             read_from.append(source)
-    return Plan(read_from, matched, tokens)
+    return Plan(read_from, matched, max(filled.values(), default=0))
 
 
 def remote_tables(ticket: Ticket, source: Source) -> list[BlockIds]:
@@ -119,6 +121,8 @@ def _match_blocks(
         num_tokens=tokens,
         needed_from=0 if whole else groups[ours].first_needed(tokens),
         whole=whole,
+        local_shard=block_map.local_shard,
+        remote_shard=block_map.remote_shard,
         what=what,
     )
 

@@ -83,12 +83,12 @@ class SpanQueue:
         """Make a queue from which no span is taken yet.
 
         `parts`: chunks to read, by rank and layer set. `staging`: host blocks through which the group is read, if any.
-        `local_ids`: the local blocks; the last one holds the last token. `span_bytes_max`: maximum bytes of a span, so
-        that one span does not occupy the event loop for long. `slot_bytes`: size of a scratch buffer. If a scratch
-        buffer has no room for two units, or `staging` has no room for one unit, no remote block is read whole.
+        `local_ids`: the local blocks, in prompt order. `span_bytes_max`: maximum bytes of a span, so that one span does
+        not occupy the event loop for long. `slot_bytes`: size of a scratch buffer. If a scratch buffer has no room for
+        two units, or `staging` has no room for one unit, no remote block is read whole.
         """
         host_blocks = None if staging is None else staging.pool.size
-        size = self._local_tokens = parts[0].block_map.local.block.tokens
+        size = self._local_tokens = parts[0].block_map.local_tokens
         unit, scratch_bytes = _unit_of(parts, size)
         if 2 * scratch_bytes > slot_bytes or (host_blocks is not None and unit // size > host_blocks):
             parts = [part._replace(scratch_bytes=0) for part in parts]
@@ -107,15 +107,15 @@ class SpanQueue:
         """Largest number of tokens in a span."""
         self.tokens = range(
             min(some.first * part.block_map.chunk_tokens for part in parts for some in part.chunks),
-            max(
-                (some.first + len(some) - 1) * part.block_map.chunk_tokens + some.tokens
-                for part in parts
-                for some in part.chunks
-            ),
+            max(some.last * part.block_map.chunk_tokens + some.tokens for part in parts for some in part.chunks),
         )
         """Positions in the prompt of all tokens that the spans read."""
         self._end = -(-self.tokens.stop // size) * size
-        """Position in the prompt after the end of the last local block."""
+        """Position in the prompt after the end of the last local block with tokens to read."""
+        first = parts[0].chunks[0]
+        place = int((local_ids == first.local_ids[0]).argmax())
+        self._first_block = first.first * parts[0].block_map.chunk_tokens // size - place
+        """Number of the prompt's local blocks that precede `local_ids`."""
         self._next_token = self.landed_upto = self.tokens.start // size * size
         """Positions in the prompt. `_next_token`: start of the next span to take. `landed_upto`: all spans before this
         position have landed."""
@@ -174,7 +174,7 @@ class SpanQueue:
 
     def _spans(self, start: int, stop: int) -> Iterator[PromptSpan]:
         """Yield the spans from position `start` to before position `stop`, in prompt order."""
-        size, step, first_block = self._local_tokens, self._step, self._end // self._local_tokens - len(self._local_ids)
+        size, step, first_block = self._local_tokens, self._step, self._first_block
         while start < stop:
             until = min((start // step + 1) * step, stop)
             ids = self._local_ids[start // size - first_block : until // size - first_block]

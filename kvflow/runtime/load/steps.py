@@ -202,7 +202,7 @@ class LoadSteps:
             self._growing(load).ask_about_leases(load, asked, plan.matched)
         load.enter_phase("wire")
         read: ReadBlocks | None = None
-        if grows or ticket.extends:
+        if (grows or ticket.extends) and plan.sources:  # of sharded tokens, this rank may have none of a short prompt
             if any(source.lease.pending for source in plan.sources):
                 load.landed = History(self._clock.now_s, load.begun_s)
             read = self._growing(load).read_growing

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from kvflow.checks import counted, printable, short_repr
-from kvflow.core.cache.groups import GroupFacts
+from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.cache.regions import HOST, Regions
 from kvflow.core.plan import topology
 from kvflow.core.plan.block_map import BlockMap, RegionMap
@@ -305,6 +305,8 @@ def _block_maps(metadata: messages.Metadata, ours: LocalRank, regions: Sequence[
                 local_set=at,
                 local_group=mine.group,
                 remote_group=theirs.group,
+                local_shard=mine.shard,
+                remote_shard=theirs.shard,
             )
             if found.layer_pairs:
                 yield found
@@ -312,7 +314,7 @@ def _block_maps(metadata: messages.Metadata, ours: LocalRank, regions: Sequence[
 
 def ticket_groups(groups: tuple[GroupFacts, ...]) -> tuple[GroupFacts, ...]:
     """Return `groups` in the form that tickets use: empty if there is only one group of full attention, else all."""
-    return () if len(groups) == 1 and groups[0].whole else groups
+    return () if len(groups) == 1 and groups[0].kind is GroupKind.FULL else groups
 
 
 def peer_text(text: str, chars_max: int = PEER_TEXT_CHARS_MAX) -> str:

@@ -49,6 +49,22 @@ def test_a_window_makes_a_group_slide_unless_it_is_chunked() -> None:
     assert group("a", 0, window=8, kind="chunked").facts.kind is GroupKind.CHUNKED
 
 
+def test_a_block_of_a_sharded_group_stands_for_the_tokens_of_all_ranks() -> None:
+    latents = {"layers.0": torch.zeros(BLOCKS, SIZE, DIM)}
+    sharded = CacheGroup("a", latents, layout_of(latents), kind="sharded")
+    facts = GroupFacts(name="a", block_size=4 * SIZE, kind=GroupKind.SHARDED)
+    assert sharded.facts_on(tp_size=4) == facts
+    assert (facts.whole, facts.blocks_needed(4 * SIZE + 1)) == (True, 2)
+    assert group("a", 0).facts_on(tp_size=4) == group("a", 0).facts
+    for problem, make in {
+        "expected latents": lambda: group("a", 0, kind="sharded"),
+        "got split 2": lambda: CacheGroup("a", latents, layout_of(latents), kind="sharded", split=2),
+        "in all groups or in none: 'a' is sharded, 'b' is full": lambda: groups_of([sharded, group("b", 1)], None),
+    }.items():
+        with pytest.raises(LayoutError, match=problem):
+            make()
+
+
 def test_layers_that_look_different_are_sets_of_one_group() -> None:
     many, few = layers(0, 2), layers(1, heads=1)
     mixed = CacheGroup("mixed", {**many, **few}, [layout_of(many), layout_of(few)])
@@ -103,7 +119,7 @@ POOLED = [group("a", 0, pool="p"), group("b", 1, blocks=7, pool="p")]
         (lambda: group("a", 0, window=1 << 40), "window: expected `int` <= 2147483648, got"),
         (lambda: group("a", 0, kind="sliding"), "kind is 'sliding', window is None"),
         (lambda: group("a", 0, kind="full", window=3), "kind is 'full', window is 3"),
-        (lambda: group("a", 0, kind="latent"), "kind: expected 'full', 'sliding', 'chunked' or 'state', got 'latent'"),
+        (lambda: group("a", 0, kind="latent"), "kind: expected 'full', .*, 'state' or 'sharded', got 'latent'"),
         (lambda: CacheGroup("a", layers(0, 1), LAYOUT), "not one layout for 'layers.1'"),
         (lambda: CacheGroup("a", layers(0), [LAYOUT] * 2), "not one layout for 'layers.0'"),
         (lambda: CacheGroup("a", layers(0) | FEWER, [LAYOUT, layout_of(FEWER)]), "num_blocks is 6 and 7"),

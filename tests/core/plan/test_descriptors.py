@@ -30,6 +30,7 @@ from kvflow.core.plan.descriptors import (
     plan_read,
 )
 from kvflow.core.plan.slices import cut_slices, plan_slices
+from kvflow.core.plan.topology import Shard, sources_of
 from kvflow.core.protocol import codec
 from kvflow.core.protocol.claims import regions_from_wire
 from kvflow.errors import RequestError
@@ -39,6 +40,7 @@ from tests.core.plans import (
     BLOCKS_TOGETHER,
     CPU,
     RECIPE,
+    SHARE,
     Load,
     array,
     bytes_of,
@@ -115,6 +117,61 @@ def test_every_token_goes_where_the_prompt_has_it(
     given = f"{counted(too_many, 'local block')} of {counted(ours, 'token')}"
     offer = f"{counted(tokens, 'token')} in {counted(offered, 'block')} of {theirs}"
     assert str(caught.value) == f"load: {given}, but the offer has only {offer}"
+
+
+@examples(100, 700)
+@given(
+    sizes=block_sizes,
+    ranks=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    offered=st.integers(0, 5),
+    num_tokens=st.integers(0, 100),
+    data=st.data(),
+)
+def test_every_sharded_token_comes_from_the_rank_that_holds_it(
+    sizes: tuple[int, int], ranks: tuple[int, int], offered: int, num_tokens: int, data: st.DataObject
+) -> None:
+    """To each local rank: block b of n ranks is on rank b mod n, at place b // n of the block table.
+
+    Here a block is what a rank holds. The ranks to read from are those of the topology, which all have equally many
+    readers. Any numbers of ranks will do.
+    """
+    ours, theirs = sizes
+    tokens = min(num_tokens, offered * theirs * ranks[1])
+    most = -(-tokens // (ours * ranks[0]))
+    count = data.draw(st.integers(0, most))
+    ids = data.draw(st.lists(st.integers(0, 1000), min_size=count, max_size=count, unique=True))
+    start, stop = (data.draw(st.integers(0, 30)) for _ in range(2))
+    of_prompt = {"local_block_size": ours, "remote_block_size": theirs, "num_tokens": num_tokens}
+    readers = [0] * ranks[1]
+    latents = msgspec.structs.replace(SHARE, latent=True, sharded=True)
+    for rank in range(ranks[0]):
+        mine = msgspec.structs.replace(latents, tp_rank=rank, tp_size=ranks[0], block_size=ours * ranks[0])
+        sources = {
+            one.tp_rank: one.reporters
+            for one in sources_of(
+                mine, msgspec.structs.replace(latents, tp_size=ranks[1], block_size=theirs * ranks[1])
+            )
+        }
+        for other in range(ranks[1]):
+            shards = {"local_shard": mine.shard, "remote_shard": Shard(other, ranks[1])}
+            chunks = match_chunks(array(ids), offered, **of_prompt, **shards)
+            expected = []
+            for token in range((most - count) * ours * ranks[0], tokens):
+                (our_block, our_slot), (their_block, their_slot) = divmod(token, ours), divmod(token, theirs)
+                if (our_block % ranks[0], their_block % ranks[1]) == (rank, other):
+                    place = our_block // ranks[0] - (most - count)
+                    expected.append((ids[place], our_slot, their_block // ranks[1], their_slot))
+            assert slots_of(chunks, ours, theirs) == expected
+            assert all(len(some) for some in chunks)
+            assert not expected or other in sources
+            size = min(sizes)
+            between = slots_of([some.between(start, stop) for some in chunks], ours, theirs)
+            assert between == [
+                slot for slot in expected if start <= ((slot[2] * ranks[1] + other) * theirs + slot[3]) // size < stop
+            ]
+        for other in sources:
+            readers[other] += 1
+    assert readers == [sources[min(sources)]] * ranks[1], "each reader reports as one of as many"
 
 
 @examples(60, 300)

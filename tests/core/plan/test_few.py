@@ -13,6 +13,7 @@ from kvflow.core.cache.layout import KVStyle
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import FEW_BLOCKS, Piece, match_few, read_few, small_load_map
 from kvflow.core.plan.slices import plan_slices
+from kvflow.core.plan.topology import Shard
 from tests.core.caches import Cache, whole_sides
 from tests.core.plans import (
     BLOCKS_TOGETHER,
@@ -92,7 +93,7 @@ def test_it_applies_where_it_is_meant_for() -> None:
 
 
 def test_what_it_does_not_say() -> None:
-    """A tail, more or fewer blocks than tokens, and blocks of two sizes are for the general steps."""
+    """A tail, more or fewer blocks than tokens, blocks of two sizes, and shards are for the general steps."""
     assert match_few(array([1]), [4, 5], 4, 4, 7) is None
     assert match_few(array([1, 2, 3]), [4, 5], 4, 0, 8) is None
     assert match_few(array([1]), [4, 5], 4, 0, 8) is None
@@ -100,3 +101,6 @@ def test_what_it_does_not_say() -> None:
     assert match_few(array([1]), [4, 5], 4, 4, 8) == [(5, 1)]
     small, large = (regions_of(Cache(replace(RECIPE, tokens=size))) for size in (2, 4))
     assert small_load_map(pair_whole(small, large)) is None
+    for side in ("local_shard", "remote_shard"):
+        assert small_load_map(pair_whole(small, small, **{side: Shard(0, 2)})) is None
+    assert small_load_map(pair_whole(small, small)) is not None

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from kvflow.config import RANKS_MAX, Config
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.plan import topology
+from kvflow.core.plan.ranks import plan_ranks
 from kvflow.core.plan.topology import CacheShare, HeadSource, Rank, cache_share_of, head_sources
 from tests.core.plans import SHARE
 from tests.support.budgets import examples
@@ -107,6 +108,8 @@ def test_a_cache_share_is_what_the_layout_says() -> None:
     latent = CacheLayout.infer({"l0": torch.zeros(5, 4, 8)}, order="NHD", block_size=4)
     found = cache_share_of(latent, Config(engine_id="e"), model_kv_heads=None)
     assert (found.latent, found.kv_heads, found.model_kv_heads) == (True, 1, 0)
+    found = cache_share_of(latent, Config(engine_id="e", tp_rank=1, tp_size=2), model_kv_heads=None, sharded=True)
+    assert (found.block_size, found.held_tokens, found.shard) == (8, 4, (1, 2))
 
 
 def test_ranks_are_shown_in_words() -> None:
@@ -181,6 +184,51 @@ def test_the_shares_of_all_readers_add_up_to_1(
                 assert (share == 0) == (not set(our_layers) & set(their_layers))
                 sums[source.tp_rank] += share
         assert set(sums.values()) == {1}, cut
+
+
+@each(("ours_sharded", "theirs_sharded"), [(True, True), (True, False), (False, True)])
+def test_the_shares_of_readers_of_sharded_tokens_add_up_to_1(ours_sharded: bool, theirs_sharded: bool) -> None:
+    """With blocks of several sizes. Where one side is not sharded, all its ranks hold all tokens."""
+    for (ours, theirs), (size, other_size) in itertools.product(
+        itertools.product((1, 2, 3, 4, 8), repeat=2), [(16, 16), (16, 64), (64, 16)]
+    ):
+        sums = dict.fromkeys(range(theirs), Fraction(0))
+        for rank, other in itertools.product(range(ours), range(theirs)):
+            mine = hold(
+                rank, ours, 1, latent=True, sharded=ours_sharded, block_size=size * (ours if ours_sharded else 1)
+            )
+            block_size = other_size * (theirs if theirs_sharded else 1)
+            found = hold(other, theirs, 1, latent=True, sharded=theirs_sharded, block_size=block_size)
+            assert (mine.held_tokens, found.held_tokens) == (size, other_size)
+            sums[other] += Fraction(*topology.report_share((mine,), (found,)))
+        assert set(sums.values()) == {1}, (ours, theirs, size, other_size)
+
+
+def test_ranks_with_the_same_shards_read_from_each_other() -> None:
+    """n to n: one source each. n to 2n: two each. From all holders otherwise, which all hold what the others lack."""
+
+    def sources(ours: tuple[int, int], theirs: int, *, sharded: bool = True) -> list[int]:
+        mine = hold(*ours, 1, latent=True, sharded=sharded, block_size=16 * (ours[1] if sharded else 1))
+        other = hold(0, theirs, 1, latent=True, sharded=True, block_size=16 * theirs)
+        return [source.tp_rank for source in topology.sources_of(mine, other)]
+
+    assert sources((3, 4), 4) == [3]
+    assert sources((1, 2), 4) == [1, 3]
+    assert sources((3, 4), 2) == [1]
+    assert sources((1, 4), 4, sharded=False) == [0, 1, 2, 3]
+
+
+def test_the_parallelism_of_a_ticket_says_whether_tokens_are_sharded() -> None:
+    share = hold(0, 4, 1, latent=True, sharded=True, block_size=64)
+    parallelism = topology.parallelism_of((share,))
+    assert (parallelism.block_size, parallelism.sharded) == (64, True)
+    one, all_of_them = (
+        plan_ranks((hold(1, 2, 1, latent=True),), how, 0, 8).ranks
+        for how in (parallelism._replace(sharded=False), parallelism)
+    )
+    assert [rank.tp for rank in one] == [2, 3], "the second has no reader, and is only told"
+    assert [rank.tp for rank in all_of_them] == [0, 1, 2, 3]
+    assert "at most 3" in plan_ranks((hold(1, 2, 1, latent=True),), parallelism, 0, 3).impossible
 
 
 def test_a_reader_with_nothing_in_common_has_no_share() -> None:
@@ -305,6 +353,9 @@ def test_the_largest_engines_are_planned_in_no_time(ours: int, theirs: int, head
     start_s = time.process_time()
     for rank in ranks:
         assert sum(source.heads for source in head_sources(rank, ours, theirs, heads)) == max(heads // ours, 1)
+    shards = [hold(rank, ours, 1, latent=True, sharded=True, block_size=ours) for rank in ranks]
+    for share in shards:
+        assert topology.sources_of(share, hold(0, theirs, 1, latent=True, sharded=True, block_size=theirs))
     assert time.process_time() - start_s < 0.5  # some milliseconds; looking at all pairs of ranks takes minutes
 
 

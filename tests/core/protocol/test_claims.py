@@ -138,7 +138,8 @@ def test_no_byte_of_an_accepted_table_wraps_around(
 def check_set(regions: messages.RegionTable = REGIONS, **changes: Any) -> None:
     """Of a rank that has this set of layers only."""
     share = replace(HOLDING, **changes)
-    group = GroupFacts(name="kv", block_size=max(share.block_size, 1))
+    kind = GroupKind.SHARDED if share.sharded else GroupKind.FULL
+    group = GroupFacts(name="kv", block_size=max(share.block_size, 1), kind=kind)
     check_sets((sent(share),), (regions_from_wire(regions),), (group,))
 
 
@@ -146,8 +147,37 @@ def test_a_cache_share_that_goes_with_its_regions_passes() -> None:
     check_set()
     check_set(model_kv_heads=0)
     check_set(tp_rank=1023, tp_size=1024, pp_rank=1023, pp_size=1024)
-    latent = replace(REGIONS, parts=("latent",), block=shape_of(8, 1, 8, "NHD"))
-    check_set(latent, layers=(3, 1), kv_heads=1, latent=True, block_size=8)
+    check_set(LATENT, layers=(3, 1), kv_heads=1, latent=True, block_size=8)
+    check_set(LATENT, **SHARDED)
+
+
+LATENT = replace(REGIONS, parts=("latent",), block=shape_of(8, 1, 8, "NHD"))
+SHARDED = {"layers": (3, 1), "kv_heads": 1, "latent": True, "block_size": 16, "sharded": True}
+
+
+@each(
+    ("changes", "problem"),
+    [
+        ({"block_size": 8}, "block_size 8, .* blocks of shape"),
+        ({"block_size": 17}, "sharded tokens, latent is True, block_size 17, tp_size 2"),
+        ({"tp_size": 3}, "sharded tokens, latent is True, block_size 16, tp_size 3"),
+        ({"latent": False}, "sharded tokens, latent is False"),
+        ({"sharded": False}, "block_size 16, .* blocks of shape"),  # what a version knows that does not know of shards
+    ],
+)
+def test_sharded_tokens_are_as_many_as_the_ranks_hold(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(codec.WireError, match=problem):
+        check_set(LATENT, **{**SHARDED, **changes})
+
+
+@each(("kind", "sharded"), [(GroupKind.FULL, True), (GroupKind.SHARDED, False)])
+def test_a_group_is_sharded_as_its_layers_are(kind: GroupKind, sharded: bool) -> None:
+    share = replace(HOLDING, **{**SHARDED, "sharded": sharded, "block_size": 16 if sharded else 8})
+    group = GroupFacts(name="kv", block_size=share.block_size, kind=kind)
+    with pytest.raises(codec.WireError, match=f"sharded is {sharded}, the group's kind {kind}"):
+        check_sets((share,), (regions_from_wire(LATENT),), (group,))
+    with pytest.raises(codec.WireError, match="some with sharded tokens"):
+        check_cache_shares([replace(share, sharded=one, layers=(layer,)) for layer, one in enumerate((True, False))])
 
 
 WRONG: dict[str, tuple[Any, ...]] = {

@@ -555,7 +555,7 @@ def test_block_ids_of_several_groups_are_nested_as_others_of_this_field_do_it() 
     assert after_json(GROUPED) == GROUPED == read_ticket(GROUPED)
     assert GROUPED.block_tables == ((3, 7, 9), (40, 41))
     assert GROUPED.ranks[1].block_tables == ((30, 70, 90), (0, 9))
-    kind = {"tp_size": 2, "pp_size": 3, "block_size": 16, "kv_heads": 4, "model_kv_heads": 8}
+    kind = {"tp_size": 2, "pp_size": 3, "block_size": 16, "kv_heads": 4, "model_kv_heads": 8, "sharded": False}
     assert [*GROUPED.parallelism.kinds][1] == kind
 
 
@@ -568,6 +568,20 @@ def test_how_far_a_prompt_is_offered_is_said_by_groups_that_hold_its_beginning()
 
 
 CHUNKED = GroupKind.CHUNKED
+SHARDS = GroupFacts(name="kv", block_size=32, kind=GroupKind.SHARDED)
+
+
+def test_sharded_tokens_are_a_kind_of_group_that_earlier_versions_refuse_by_name() -> None:
+    """As this version refuses a kind that it does not know."""
+    ticket = replace(TICKET, block_size=32, groups=(SHARDS,))
+    params = ticket.to_params()
+    assert params["kvflow"]["groups"] == [{"name": "kv", "block_size": 32, "kind": "sharded"}]
+    assert after_json(ticket) == ticket
+    assert (ticket.parallelism.sharded, ticket.offered_tokens) == (True, 41)
+    assert not TICKET.parallelism.sharded
+    params["kvflow"]["groups"][0]["kind"] = "unheard of"
+    with pytest.raises(RequestError, match=r"Invalid enum value 'unheard of' - at `\$.kvflow.groups"):
+        Ticket.from_params(params)
 
 
 @each(
@@ -584,6 +598,18 @@ CHUNKED = GroupKind.CHUNKED
         ({"groups": (FULL, {"name": "b", "block_size": 16, "window": 4})}, "kind full, window 4"),
         ({"groups": (FULL, {"name": "b", "block_size": 16, "kind": "chunked"})}, "kind chunked, window 0"),
         ({"more_kinds": ((16, 0, 8),)}, "more_kinds"),
+        ({"groups": (FULL, {"name": "b", "block_size": 16, "kind": "sharded"})}, "sharded tokens: 1 of 2, block sizes"),
+        (
+            {"block_size": 15, "groups": [{"name": name, "block_size": 15, "kind": "sharded"} for name in "ab"]},
+            r"sharded tokens: 2 of 2, block sizes \[15, 15, 16\] on 2 ranks",
+        ),
+        (
+            {
+                "groups": [{"name": name, "block_size": 16, "kind": "sharded"} for name in "ab"],
+                "more_kinds": ((1, 4, 8),),
+            },
+            r"sharded tokens: 2 of 2, block sizes \[16, 16, 1\] on 2 ranks",
+        ),
     ],
 )
 def test_groups_that_cannot_be_are_refused(changes: dict[str, Any], problem: str) -> None:
