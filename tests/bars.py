@@ -11,8 +11,10 @@ from functools import cache
 from pathlib import Path
 
 OF_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-CORE_RING = ("", "checks", "config", "core", "errors", "extras", "forks", "hosts", "limits", "logs")
-CORE_RING += ("parts", "runtime", "secret_ids", "threads", "transport")
+CORE_RING: tuple[str, ...] = (
+    *("", "checks", "config", "core", "errors", "extras", "forks", "hosts", "limits", "logs"),
+    *("parts", "runtime", "secret_ids", "threads", "transport"),
+)
 """The innermost ring, "" being `kvflow` itself (docs/architecture.md#packages)."""
 
 
