@@ -17,7 +17,7 @@ BOUND_S = 100
 def run(code: str, *, quiet: bool = False) -> list[str]:
     """Run a script, and return the words that it has printed. With `quiet` it writes to stdout alone."""
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-W", "ignore:This process", "-c", code],  # Python 3.12 and later warn at a fork
         cwd=ROOT,
         env=os.environ | {"NIXL_LOG_LEVEL": "WARN", "UCX_LOG_LEVEL": "error"},
         capture_output=True,
