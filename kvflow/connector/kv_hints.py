@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from kvflow import checks
 from kvflow.errors import RequestError
 from kvflow.hosts import address_at, is_host, split_address
 from kvflow.logs import logger_of
@@ -38,20 +39,24 @@ class IgnoredHint(enum.StrEnum):
     """This engine pulls no prefixes."""
 
 
+@checks.built
 class _Version(msgspec.Struct):
     protocol_version: str
 
 
+@checks.built
 class _Action(msgspec.Struct):
     action_type: str
     action_version: str
     payload: Any = None
 
 
+@checks.built
 class _Actions(msgspec.Struct):
     actions: Annotated[list[_Action], msgspec.Meta(max_length=_ACTIONS_MAX)]
 
 
+@checks.built
 class _Fetch(msgspec.Struct):
     source_control_endpoint: str
     mode: str = _COPY

@@ -19,6 +19,7 @@ from kvflow.core.cache.groups import (
     GroupKind,
     LayerSet,
     check_sets_disjoint,
+    facts_of_engine,
     layer_sets,
     named_layers,
     sets_of,
@@ -442,7 +443,7 @@ async def _register(runtime: RuntimeFacts, registration: OpenRegistration, memor
         compatibility=compatibility_of([one.layout for one in sets], model=config.model),
         cache_shares=shares,
         regions=regions,
-        groups=tuple(group.facts_on(config.tp_size) for group in groups),
+        groups=tuple(facts_of_engine(group, config.tp_size) for group in groups),
     )
     agent_metadata = await transport.metadata()
     metadata = messages.Metadata(

@@ -231,19 +231,6 @@ class CacheGroup:
         block_size = first.block_size if isinstance(first, CacheLayout) else 1
         return GroupFacts(name=self.name, block_size=block_size, kind=self.kind, window=self.window or 0)
 
-    def facts_on(self, tp_size: int) -> GroupFacts:
-        """Return the group's facts in an engine, in which tokens may be sharded over several ranks.
-
-        Args:
-            tp_size: number of tensor-parallel ranks of the engine.
-
-        Returns:
-            `facts`; if the group is sharded, with the tokens of a block on all ranks together as the block size.
-        """
-        sharded = self.kind is GroupKind.SHARDED
-        facts = self.facts
-        return msgspec.structs.replace(facts, block_size=facts.block_size * tp_size) if sharded else facts
-
     @property
     def num_blocks(self) -> int:
         """Number of blocks, or slots of state, in the group's tensors."""
@@ -262,6 +249,17 @@ class CacheGroup:
             else:
                 size += layout.slot_size_bytes
         return size
+
+
+def facts_of_engine(group: CacheGroup, tp_size: int) -> GroupFacts:
+    """Return the facts of `group` in an engine of `tp_size` tensor-parallel ranks.
+
+    If its tokens are sharded over these ranks, its block size is the tokens of a block on all of them together.
+    """
+    facts = group.facts
+    if group.kind is not GroupKind.SHARDED:
+        return facts
+    return msgspec.structs.replace(facts, block_size=facts.block_size * tp_size)
 
 
 def _hold_latents(layouts: Sequence[CacheLayout | StateLayout]) -> bool:

@@ -12,7 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.core.cache.groups import CacheGroup, GroupFacts, GroupKind, check_sets_disjoint, groups_of, layer_sets
+from kvflow.core.cache.groups import (
+    CacheGroup,
+    GroupFacts,
+    GroupKind,
+    check_sets_disjoint,
+    facts_of_engine,
+    groups_of,
+    layer_sets,
+)
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.regions import Regions, map_regions
 from kvflow.errors import LayoutError
@@ -53,9 +61,9 @@ def test_a_block_of_a_sharded_group_stands_for_the_tokens_of_all_ranks() -> None
     latents = {"layers.0": torch.zeros(BLOCKS, SIZE, DIM)}
     sharded = CacheGroup("a", latents, layout_of(latents), kind="sharded")
     facts = GroupFacts(name="a", block_size=4 * SIZE, kind=GroupKind.SHARDED)
-    assert sharded.facts_on(tp_size=4) == facts
+    assert facts_of_engine(sharded, tp_size=4) == facts
     assert (facts.whole, facts.blocks_needed(4 * SIZE + 1)) == (True, 2)
-    assert group("a", 0).facts_on(tp_size=4) == group("a", 0).facts
+    assert facts_of_engine(group("a", 0), tp_size=4) == group("a", 0).facts
     for problem, make in {
         "expected latents": lambda: group("a", 0, kind="sharded"),
         "got split 2": lambda: CacheGroup("a", latents, layout_of(latents), kind="sharded", split=2),
