@@ -22,7 +22,7 @@ from kvflow.errors import ConfigError
 from kvflow.logs import logger_of
 from kvflow.transport.nixl.defaults import UNMAPPED_MEMORY, add_settings
 from kvflow.vllm import nixl_settings
-from kvflow.vllm.kv_cache_layout import Group
+from kvflow.vllm.kv_cache_layout import Group, check_sharding
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -145,16 +145,18 @@ def token_shards(vllm_config: VllmConfig) -> int:
 
     ConfigError if kvflow cannot transfer blocks that are sharded so.
     """
-    parallel, extra = vllm_config.parallel_config, extra_of(vllm_config)
-    shards = getattr(parallel, "decode_context_parallel_size", 1)
+    parallel = vllm_config.parallel_config
+    shards: int = getattr(parallel, "decode_context_parallel_size", 1)
+    if shards == 1:
+        return shards
+    extra = extra_of(vllm_config)
     refused = {
         f"it is not --tensor-parallel-size, {parallel.tensor_parallel_size}": shards != parallel.tensor_parallel_size,
         "the model has no latents (MLA)": not vllm_config.model_config.use_mla,
         "stock_peers is on": extra.stock_peers,
         "share_prefixes, prefix_peers or prefix_events is set": extra.uses_prefixes,
     }
-    if shards > 1 and any(refused.values()):
-        why = next(why for why, found in refused.items() if found)
+    if why := next((why for why, found in refused.items() if found), ""):
         raise ConfigError(f"KVFlowConnector: --decode-context-parallel-size is {shards}, supported is 1: {why}")
     return shards
 
@@ -162,6 +164,7 @@ def token_shards(vllm_config: VllmConfig) -> int:
 def config_of(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Config:
     """Return the kvflow.Config for one rank, made from vLLM's configuration. ConfigError names a wrong setting."""
     refuse_options(REFUSED_OPTIONS, vllm_config, plugin="KVFlowConnector")
+    token_shards(vllm_config)
     parallel, model, transfer = vllm_config.parallel_config, vllm_config.model_config, vllm_config.kv_transfer_config
     extra = extra_of(vllm_config)
     stock = _STOCK_DEFAULTS if extra.stock_peers else {}
@@ -240,6 +243,8 @@ def scheduling_of(vllm_config: VllmConfig, groups: Sequence[Group]) -> Schedulin
     ConfigError names a wrong setting.
     """
     extra, transfer = extra_of(vllm_config), vllm_config.kv_transfer_config
+    for group in groups:
+        check_sharding(group, vllm_config)
     frees_blocks = any(group.frees_blocks for group in groups)
     has_state = any(group.facts.kind is GroupKind.STATE for group in groups)
     return SchedulingConfig(

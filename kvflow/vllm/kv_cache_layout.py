@@ -138,6 +138,18 @@ def _hidden_window(spec: KVCacheSpec) -> bool:
     )
 
 
+def check_sharding(group: Group, vllm_config: VllmConfig) -> None:
+    """Raise ConfigError if consecutive tokens of the group's blocks are on different ranks."""
+    parallel = vllm_config.parallel_config
+    if getattr(parallel, "decode_context_parallel_size", 1) > 1:
+        interleave = parallel.cp_kv_cache_interleave_size
+        if interleave != group.held_tokens:
+            raise ConfigError(
+                f"KVFlowConnector: --cp-kv-cache-interleave-size is {interleave}, supported with "
+                f"--decode-context-parallel-size is the block size, {group.held_tokens}"
+            )
+
+
 def cache_groups(
     kv_caches: Mapping[str, torch.Tensor],
     groups: Sequence[Group],
@@ -158,13 +170,7 @@ def cache_groups(
     )
     found = []
     for group in groups:
-        if group.facts.kind is GroupKind.SHARDED:
-            interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
-            if interleave != group.held_tokens:
-                raise ConfigError(
-                    f"KVFlowConnector: --cp-kv-cache-interleave-size is {interleave}, supported with "
-                    f"--decode-context-parallel-size is the block size, {group.held_tokens}"
-                )
+        check_sharding(group, vllm_config)
         caches, split = {name: kv_caches[name] for name in group.specs if name in kv_caches}, 1
         if group.facts.kind is GroupKind.STATE:
             layers: dict[str, LayerCache] = {

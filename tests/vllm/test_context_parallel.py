@@ -31,7 +31,7 @@ from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.errors import ConfigError
 from kvflow.vllm import kv_cache_layout
 from kvflow.vllm.connector import KVFlowConnector
-from kvflow.vllm.extra_config import token_shards
+from kvflow.vllm.extra_config import scheduling_of, token_shards
 from kvflow.vllm.kv_cache_layout import cache_groups, groups_of
 from tests.vllm.servers import KVFLOW, MODELS, NAME
 from tests.vllm.test_models import prompt_of
@@ -229,5 +229,9 @@ def test_tokens_that_are_not_dealt_out_by_blocks_are_refused_with_both_values() 
     given.model_config.get_total_num_hidden_layers = lambda: 1
     given.cache_config.cache_dtype = "auto"
     groups = groups_of(cache_of(MLAAttentionSpec(**LATENT)), 4)
+    given.parallel_config.decode_context_parallel_size = given.parallel_config.tensor_parallel_size = 4
+    given.model_config.use_mla = True
+    with pytest.raises(ConfigError, match=r"--cp-kv-cache-interleave-size is 1, supported .* is the block size, 16"):
+        scheduling_of(given, groups)
     with pytest.raises(ConfigError, match=r"--cp-kv-cache-interleave-size is 1, supported .* is the block size, 16"):
         cache_groups({"layers.0": torch.zeros(BLOCKS, BLOCK_SIZE, DIM)}, groups, given, kv_format=None)
