@@ -124,10 +124,8 @@ class Prefixes(Part):
         """
         host, questions = self._require("connect")
         checked = checked_peers(peers, "connect: peers")
-        for at, peer in enumerate(checked):
-            if not checks.try_call(lambda one=peer: isinstance(one, str | PeerAddress | Ticket | Mapping)):  # type: ignore[misc]
-                got = checks.short_repr(peer)
-                raise RequestError(f"connect: peers[{at}]: expected an address or a ticket, got {got}")
+        if not checks.try_call(lambda: all(isinstance(peer, str | PeerAddress | Ticket | Mapping) for peer in checked)):
+            raise RequestError(f"connect: peers: expected addresses and tickets, got {checks.short_repr(peers)}")
         wanted_s = host.context.config.handshake_timeout_s if within_s is None else within_s
         await questions.connect(checked, checks.seconds(wanted_s, "connect: within_s"))
 

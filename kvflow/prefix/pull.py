@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.plan.descriptors import BlockIds
@@ -23,10 +23,8 @@ from kvflow.prefix.search import Holder, Search
 from kvflow.prefix.seek import PrefixQuestions
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.requests import TICKETS_MAX, LoadReport, LoadRequest
+from kvflow.runtime.part import PartHost
 from kvflow.runtime.records import LOADED
-
-if TYPE_CHECKING:
-    from kvflow.runtime.part import PartHost
 
 
 class Pull:

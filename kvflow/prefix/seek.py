@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -30,11 +30,9 @@ from kvflow.prefix.load_rates import LoadRates
 from kvflow.prefix.prefix_requests import GivenPeer, PrefixOffer, PrefixRequest, token_size_bytes
 from kvflow.prefix.search import Search
 from kvflow.prefix.seek_request import KEYS_MAX, REQUEST_ID_PREFIX, SeekRequest
+from kvflow.runtime.part import PartHost
 from kvflow.runtime.peers.peer import Connection, peer_text
 from kvflow.runtime.peers.ticket_resolver import lease_from_answer
-
-if TYPE_CHECKING:
-    from kvflow.runtime.part import PartHost
 
 _ADDRESSES_MAX = 1 << 10
 

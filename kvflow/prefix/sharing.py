@@ -10,7 +10,6 @@ import asyncio
 import inspect
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +24,9 @@ from kvflow.prefix.prefix_cache import PinnedPrefix, PrefixCache, SharingStatist
 from kvflow.prefix.prefix_requests import token_size_bytes
 from kvflow.prefix.seek_request import REQUEST_ID_PREFIX, SeekRequest
 from kvflow.runtime.channel.protocol import Answered, refusal
+from kvflow.runtime.part import PartHost
 from kvflow.runtime.producer.lease import OpenLease, ServeRequest
 from kvflow.runtime.tasks import require_loop
-
-if TYPE_CHECKING:
-    from kvflow.runtime.part import PartHost
 
 logger = logger_of(__name__)
 

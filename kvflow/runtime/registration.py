@@ -68,6 +68,17 @@ class Registration:
         task.add_done_callback(self._tasks.pop)
         return task
 
+    def attach(self, registered: Incarnation) -> None:
+        """Pass all later notifications to `registered`, and end it with this registration."""
+        self.registered = registered
+        self.poller.on_notification = registered.on_notification
+
+    def detach(self) -> Incarnation | None:
+        """Return the registered cache, if any, and refer to it no longer."""
+        registered, self.registered = self.registered, None
+        self.poller.on_notification = self._count_early
+        return registered
+
     async def aclose(self) -> str:
         """End the tasks, the peers and the transport, then let the parts release the cache.
 
@@ -98,12 +109,6 @@ class Registration:
         if registered is not None:
             registered.end_parts(Ending.ABANDONED, wait_s)
 
-    def detach(self) -> Incarnation | None:
-        """Return the registered cache, if any, and refer to it no longer."""
-        registered, self.registered = self.registered, None
-        self.poller.on_notification = self._count_early
-        return registered
-
     async def _end_tasks(self) -> None:
         """Cancel the poller and all other tasks of this registration, and wait for their end. Make `spawn` raise."""
         self._ended = True
@@ -111,11 +116,6 @@ class Registration:
             task.cancel()
         if self._tasks:
             await asyncio.wait(list(self._tasks))
-
-    def attach(self, registered: Incarnation) -> None:
-        """Pass all later notifications to `registered`, and end it with this registration."""
-        self.registered = registered
-        self.poller.on_notification = registered.on_notification
 
     def _count_early(self, payload: bytes) -> None:
         self.early_notifications += 1
