@@ -7,8 +7,9 @@ import io
 import sys
 import tokenize
 from collections.abc import Iterable, Iterator
-from functools import cache
 from pathlib import Path
+
+from tests.support.source_trees import parsed
 
 OF_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 CORE_RING: tuple[str, ...] = (
@@ -23,7 +24,7 @@ def code_lines(path: Path) -> int:
     text = path.read_text("utf-8")
     told = {
         line
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(parsed(path))
         for statement in _statements(node)
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
         if isinstance(statement.value.value, str)
@@ -66,11 +67,6 @@ def bars(root: Path) -> dict[str, str]:
 
 def lines_of(paths: Iterable[Path]) -> str:
     return f"{sum(map(code_lines, paths)):,}"
-
-
-@cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text("utf-8"))
 
 
 def _part_of(path: Path) -> str:

@@ -19,6 +19,7 @@ import kvflow
 import kvflow.blocking
 from kvflow import Config, Limits, errors
 from kvflow.testing import InprocCluster
+from tests.support.source_trees import parsed
 
 BEGIN_WORK = ("create_task", "spawn", "run_to_end", "Thread", "OwnerThread", "copy_thread", "StoreThread")
 
@@ -45,7 +46,7 @@ def test_every_task_and_thread_is_described_where_its_body_is() -> None:
     known = {name.split()[0] for _, name in described}
     begun = {}
     for path in (ROOT / "kvflow").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Call) and ast.unparse(node.func).rsplit(".", 1)[-1].strip("_") in BEGIN_WORK:
                 for given in (*node.args, *(keyword.value for keyword in node.keywords)):
                     name = given.values[0] if isinstance(given, ast.JoinedStr) else given

@@ -6,7 +6,6 @@ Looked at is the source, so that it makes no difference what is installed here.
 from __future__ import annotations
 
 import ast
-import functools
 import importlib
 import inspect
 import re
@@ -19,6 +18,7 @@ from typing import Any, TypeAlias
 import pytest
 
 import kvflow
+from tests.support.source_trees import parsed
 
 ROOT = Path(__file__).parent.parent
 TABLES = runpy.run_path(str(ROOT / "docs/site/tables.py"))
@@ -95,21 +95,16 @@ def _written(full: str) -> Definition | None:
         found: Any = getattr(importlib.import_module(module), name)
     except ImportError:  # of a package that is not installed
         folder = ROOT.joinpath(*module.split("."))
-        return next(node for path in sorted(folder.glob("*.py")) for node in _tree(path).body if _is(node, name))  # type: ignore[misc]
+        return next(node for path in sorted(folder.glob("*.py")) for node in parsed(path).body if _is(node, name))  # type: ignore[misc]
     found = typing.get_origin(found) or found
     if not inspect.isclass(found) and not inspect.isfunction(found):
         return None
     path = Path(inspect.getsourcefile(inspect.unwrap(found)) or "")
-    return next(node for node in _tree(path).body if _is(node, found.__name__))  # type: ignore[misc]
+    return next(node for node in parsed(path).body if _is(node, found.__name__))  # type: ignore[misc]
 
 
 def _is(node: ast.stmt, name: str) -> bool:
     return isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name
-
-
-@functools.cache
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text("utf-8"))
 
 
 def test_what_is_public_says_what_it_takes_gives_and_raises() -> None:

@@ -33,6 +33,7 @@ from kvflow.errors import (
     StoreError,
     UsageError,
 )
+from tests.support.source_trees import parsed
 from tests.support.tests_support import each
 
 PACKAGE = Path(kvflow.__file__).parent
@@ -223,7 +224,7 @@ def called_names() -> set[str]:
     """What kvflow calls or hands on as an error to raise; a class that is only caught is neither."""
     names = set()
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in ast.walk(parsed(path)):
             match node:
                 case ast.Call(func=ast.Name(id="failure"), args=[ast.Name(id=name), *_]):
                     names.add(name)

@@ -18,6 +18,7 @@ import pytest
 
 import kvflow
 from tests.bars import CORE_RING, loaded_by_import
+from tests.support.source_trees import parsed
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "kvflow"
@@ -37,11 +38,6 @@ class Trees(Mapping[str, ast.Module]):
 
     def __len__(self) -> int:
         return len(self._paths)
-
-
-@functools.cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text("utf-8"))
 
 
 BENCH_FILES = {path for path in (ROOT / "tests/bench").rglob("*.py") if not path.name.startswith("test_")}

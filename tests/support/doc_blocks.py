@@ -37,6 +37,7 @@ from kvflow import Config
 from kvflow.cli.app import app
 from tests.bench.__main__ import bench
 from tests.simulator.__main__ import app as simulator
+from tests.support.source_trees import parsed
 
 ROOT = Path(__file__).parents[2]
 OF_GITHUB = ("CONTRIBUTING", "RELEASING", "SECURITY", "STYLE")
@@ -310,7 +311,7 @@ def check_vllm(words: list[str], connector: str = "KVFlowConnector") -> None:
     assert given["kv_connector"] == connector
     assert given["kv_role"] in ("kv_producer", "kv_consumer", "kv_both")
     # Parsed, because importing it needs vLLM.
-    tree = ast.parse((ROOT / "kvflow" / "vllm" / "extra_config.py").read_text())
+    tree = parsed(ROOT / "kvflow" / "vllm" / "extra_config.py")
     (extra,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Extra")
     own = {
         node.target.id for node in extra.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
