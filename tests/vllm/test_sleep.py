@@ -15,12 +15,13 @@ import pytest
 import safetensors.torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from tests.vllm.conftest import Site
+from tests.vllm.conftest import TEXT, Site
 from tests.vllm.servers import MODELS, VERSION, HTTPFailed, Server, Setup, hand_over_ids, prefill
 from tests.vllm.sleeping import VARIABLE
 from tests.vllm.test_hand_over import until
 from tests.vllm.test_models import OPTIONS, prompt_of
 from tests.vllm.test_prefix import extra_of
+from tests.vllm.test_stock import LENGTHS, ours, stock
 
 pytestmark = pytest.mark.skipif(
     not hasattr(KVConnectorBase_V1, "unregister_kv_caches"),
@@ -134,3 +135,31 @@ def test_a_sleep_and_new_weights_and_a_hand_over(site: Site, tmp_path: Path) -> 
     consumer.wait_metric(EXTERNAL, received + 1, source="external_kv_transfer")
     assert now == consumer.ids(PROMPTS[2], cache_salt="with new weights") == producer.ids(PROMPTS[2], cache_salt="new")
     assert now != before
+
+
+def asleep(setup: Setup) -> Setup:
+    """The set-up of a server that can sleep."""
+    environment = (*setup.environment, (VARIABLE, "1"))
+    return replace(setup, options=(*setup.options, "--enable-sleep-mode"), environment=environment)
+
+
+STOCK_READS = (asleep(ours("kv_producer", 0)), stock("kv_consumer", 1, 26200))
+STOCK_SLEEPS = (asleep(stock("kv_producer", 0, 26100)), ours("kv_consumer", 1))
+
+
+@pytest.mark.parametrize("setups", [STOCK_READS, STOCK_SLEEPS], ids=["stock reads", "stock sleeps"])
+def test_a_peer_of_the_other_connector_reads_again_after_a_sleep(site: Site, setups: tuple[Setup, Setup]) -> None:
+    """The producer registers its cache anew at each wake, and its reader connects to the new registration."""
+    producer, consumer = site.have(*setups)
+    story = consumer.tokens(TEXT.read_text())
+    for wakes in range(3):
+        if wakes:
+            producer.post("/sleep", level=wakes)
+            producer.post("/wake_up")
+        for length in LENGTHS:
+            prompt, salt = story[wakes:][:length], f"after {wakes} wakes"
+            received = received_tokens(consumer)
+            expected = producer.ids(prompt, cache_salt="alone")
+            params = prefill(producer, prompt, cache_salt=salt)
+            assert consumer.ids(prompt, kv_transfer_params=params, cache_salt=salt) == expected
+            consumer.wait_metric(EXTERNAL, received + length, source="external_kv_transfer")
