@@ -251,6 +251,7 @@ def match_chunks(
     size = min(local_block_size, remote_block_size)
     our_held, their_held = local_block_size // size, remote_block_size // size
     local_block_size, remote_block_size = local_block_size * local_shard.ranks, remote_block_size * remote_shard.ranks
+    # An engine may offer full blocks only. Blocks of a window end with the prompt's last token, however few they are.
     tokens = min(num_tokens, offered * remote_block_size) if whole else num_tokens
     first_block = -(-tokens // local_block_size) - len(local_ids)
     if first_block < 0:
@@ -325,6 +326,7 @@ def _plan_region_map(pairs: RegionMap, chunks: Chunks, last: Piece | None) -> De
         local, remote, sizes = _join_pieces(local, remote, size)
         count = len(local)
     rows = regions * count * pieces
+    # Signed until the end: numpy adds int64 and uint64 as float64, which rounds large addresses.
     table = np.empty((2, rows if last is None else rows + 1, 3), dtype=np.int64)
     grid = table[:, :rows].reshape(2, regions, count, pieces, 3)  # a view: only an axis is split
     grid[:] = first_rows

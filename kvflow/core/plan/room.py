@@ -66,6 +66,7 @@ def check_blocks_match(
         size, count = group.block_size, len(ids)
         first, end = cached_tokens // size, -(-tokens // size)
         given = f"{what}: {counted(count, 'local block')}{_of(groups, group)} of {counted(size, 'token')}"
+        # Without this check the last blocks of a longer offer would be read in silence.
         if group.whole and count and first + count != end:
             places = f"for tokens {first * size} to {(first + count) * size} (cached_tokens {cached_tokens})"
             raise kind(f"{given}, {places}, but {offer} fill {end}")
@@ -78,6 +79,7 @@ def check_blocks_match(
             continue
         if count > end:
             raise RequestError(f"{given}, but {offer} have {end}")
+        # An offer of other tokens has as many blocks of a window, so only another group or the caller can tell.
         known = not all(size % other for other in whole) or (
             expected_tokens is not None and -(-expected_tokens // size) == end
         )

@@ -360,7 +360,7 @@ def _heads_word(share: CacheShare) -> str:
     return f"units of {share.part}" if share.part else "num_kv_heads"
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)  # bounded, since the sizes are a ticket's, which may be forged (I8)
 def head_sources(tp_rank: int, tp_size: int, their_tp_size: int, kv_heads: int) -> tuple[HeadSource, ...]:
     """Return the ranks of a producer that a reader reads from or reports to, with the heads to read, ordered by rank.
 
@@ -433,7 +433,7 @@ def report_share(ours: Sequence[CacheShare], theirs: Sequence[CacheShare]) -> Re
     """
     held = {layer for share in theirs for layer in share.layers}
     counted = {layer for layer in held if layer < FIRST_DRAFT_LAYER} or held
-    share = Fraction(0)
+    share = Fraction(0)  # exact: a lease ends when its readers' shares are 1, which a sum of floats may miss
     for _, _, mine, other in common_shares(ours, theirs):
         source = source_at(mine, other)
         if source is not None:

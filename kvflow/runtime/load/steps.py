@@ -76,6 +76,7 @@ class LoadSteps:
         ticket, request, grace_s = load.ticket, load.request, self._config.cancel_grace_s
         if not len(load.entries) or not (ticket.block_ids or ticket.has_blocks):
             return await self._perform_empty(load)
+        # Each lease is renewed as soon as its rank is known: the load may wait long for another rank, or for permits.
         keep = partial(self._leases.start_renewing, load, ticket.ttl_s)
         sources = self._resolver.resolve_nowait(ticket, keep)
         if sources is None:
@@ -92,13 +93,14 @@ class LoadSteps:
             fresh = await self._read(load, flight, plan, sources)
             flight.land()
         except (TransportError, CopyFailed) as error:
-            if flight.failed_source is not None:
+            if flight.failed_source is not None:  # None after a failed copy, for which no peer is to blame
                 self._peers.note_read_failure(flight.failed_source.connection, str(error))
             await flight.stop(grace_s)
             raise load.failure(TransferFailed, f"the transfer failed: {error}") from error
         except BaseException:
             await flight.stop(grace_s)
             raise
+        # Also after stale bytes: the connection works, and only a read that ends resets a back-off (decision 0009).
         self._peers.note_read_success(plan.sources, fresh=fresh)
         if not fresh:
             raise _stale_error(load)
@@ -167,7 +169,7 @@ class LoadSteps:
                 except Exception as error:
                     raise load.failure(TransferFailed, f"its event `after` failed: {error_text(error)}") from error
                 load.enter_phase("plan")
-            if ranks > ranks_max:
+            if ranks > ranks_max:  # this load would wait forever, and hold up all loads behind it (I7)
                 raise RequestError(
                     f"request {load.request_id!r}: reads from {counted(ranks, 'rank')}, "
                     f"limits.source_ranks_max is {ranks_max}"
@@ -188,6 +190,7 @@ class LoadSteps:
         if plan.block_pairs:
             load.enter_phase("wire")
             (source,) = sources
+            # As the last descriptor of the only read, the seal costs no round trip of its own (decision 0003).
             seal = (
                 flight.seal_piece(source) if source.connection.carries_seals and not source.proof.fetch_posted else None
             )
@@ -219,6 +222,7 @@ class LoadSteps:
         Return the load's report. With `LoadRequest.keep_offer` no rank is notified, since other loads are to read the
         same offer.
         """
+        # The payload comes before the notifications: these end the lease, and an ended lease has no payload.
         if load.lease_questions is not None:
             tokens = counted(load.tokens, "token")
             load.enter_phase(COMPUTE, lambda: f"all {tokens} are read, but the promised payload has not come")
@@ -272,6 +276,7 @@ def _stale_error(load: Load) -> LoadError:
     """
     if load.freshness == "deadline":
         return load.failure(LeaseExpired, _PAST_DEADLINE)
+    # A load that has asked no rank finds the failure in the seal: that says FAILED until its slot is reused.
     told = load.lease_questions.failed if load.lease_questions is not None else ""
     if told or any(source.proof.failed for source in load.sources):
         return load.failure(PrefillFailed, told or _PREFILL_FAILED)

@@ -72,10 +72,11 @@ class FirstContacts:
                         on_turn(contact)
                         return await question()
                 except TimeoutError:
-                    if not bound.expired():
+                    if not bound.expired():  # raised by `question`, whose own bound is over
                         raise
                 if contact.state is not ContactState.PREEMPTED or not contact.wanted or loop.time() >= give_up_s:
                     raise self._no_answer_error(peer, contact)
+                # Not the end: an engine that lives may take longer than one turn to answer, as a busy one does.
                 self._begin(self._contacts.put_back(contact, loop.time()))
         finally:
             del self._timeouts[contact]

@@ -74,6 +74,7 @@ class Handshakes:
             if known is not None:
                 return known
             connection = Connection(agent, reply, regions, self._local, self.lease_notifier)
+            # UCX and ZeroMQ do not survive that a process has no more open files (`open_files`).
             if why := open_files.shortage(open_files.READERS_STOP_AT):
                 raise overloaded(at, why)
             await self.agents.add(at, connection, reply.agent_metadata)
@@ -183,6 +184,7 @@ def _refusal_error(peer: Address, refusal: messages.Refusal, ours: LocalRank) ->
     if refusal.compatibility is not None:
         differences = ours.compatibility.differences(refusal.compatibility) or [peer_text(refusal.reason)]
         if refusal.cache_shares:
+            # Before they are compared: a tp_size of 0 in a refusal has broken the runtime (I8).
             try:
                 check_cache_shares(refusal.cache_shares)
             except codec.WireError as error:

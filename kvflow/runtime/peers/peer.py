@@ -147,7 +147,7 @@ class Handshake:
 
     def start_turn(self, contact: Contact) -> None:
         self.contact = contact
-        self.add_waiters(0)
+        self.add_waiters(0)  # all loads may have stopped waiting before the turn
 
 
 class Peer:

@@ -209,7 +209,7 @@ class Peers:
                 unreachable = 0
                 if answer.state is not LeaseAnswerState.WAITING or loop.time() >= give_up_s:
                     return answer
-            if loop.time() - begun_s < wait_s / 2:
+            if loop.time() - begun_s < wait_s / 2:  # the rank has no room for a question that waits
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _PAUSE_MAX_S)
             else:
@@ -275,6 +275,7 @@ class Peers:
         """Drop the connection to the rank that sent `goodbye`, if the connection is to the incarnation in `goodbye`."""
         for peer in self.by_address.values():
             connection = peer.connection
+            # Without the address, since one rank may be known by several. A goodbye that is late changes nothing (I4).
             if peer.at[:2] == goodbye.sender[:2] and connection and connection.incarnation == goodbye.incarnation:
                 self._disconnect(peer, "break", "the peer closes")
 
@@ -328,6 +329,7 @@ class Peers:
         """
         wait_s = peer.circuit.wait_s(self._clock.now_s())
         tried = peer.tried_incarnations
+        # Bounded, since forged tickets may name any number of incarnations (I8).
         may_try = incarnation is not None and incarnation not in tried and len(tried) < INCARNATIONS_MAX
         if wait_s > 0 and not may_try:
             failures = f"failures in a row: {peer.circuit.failures}, the last: {peer.last_error}"
@@ -407,6 +409,8 @@ class Peers:
         `incarnation`: the one in the ticket that led to the handshake. The previous connection's incarnation and the
         ticket's incarnation become past ones, except one that is also the incarnation of `connection`.
         """
+        # A ticket that names a past incarnation must not replace the connection again: NIXL leaks file descriptors for
+        # each live agent that is removed and added (decision 0009).
         before, past = peer.connection, peer.past_incarnations
         others = {incarnation, before.incarnation if before else None} - {None, connection.incarnation}
         past.extend(other for other in others if other is not None and other not in past)

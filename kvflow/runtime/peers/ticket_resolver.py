@@ -129,6 +129,7 @@ class TicketResolver:
             peer, connection, source = reached
             if source is None and connection.report_share.numerator > 0:
                 lease = await self.find_lease(ticket, peer)
+                # The rank may have restarted, or the peer been evicted, while it was asked (simulator, seed 5457).
                 connection = await self._peers.connect(peer, lease.incarnation, ticket.request_id)
                 source = self.source_from_answer(ticket, peer, connection, lease, lease.block_tables)
                 on_source(source)
@@ -250,7 +251,7 @@ class TicketResolver:
         lease = lease_from_answer(peer.at, answer.lease)
         try:
             check_lease(lease, ticket)
-        except RequestError as error:
+        except RequestError as error:  # the peer's fault: the caller's ticket does not have this lease
             raise wrong_lease_error(peer.at, error) from error
         return lease
 
@@ -266,6 +267,7 @@ class TicketResolver:
         ranks = self.addresses_of(ticket)
         if not ranks:
             return []
+        # One rank has to confirm the ticket: one of 575 bytes had a million ranks connected at once (decision 0012).
         first = first_to_ask(ticket, ranks)
         results = {first: await visit(first)}
         if others := [at for at in ranks if at != first]:
@@ -391,6 +393,7 @@ def _source(peer: Peer, connection: Connection, lease: RankLease) -> Source:
     """Return the source for `lease`, with a `SealProof`, which decides by the lease's seal whether bytes are fresh."""
     proof = SealProof(
         grows=connection.staged or lease.pending,
+        # Blocks of a prefix are not held after the lease, so how long a read took proves nothing (decision 0003).
         quick_read_max_s=connection.quick_read_max_s if lease.held else 0.0,
     )
     address = connection.seals_address + lease.seal_index * SEAL_SIZE_BYTES
