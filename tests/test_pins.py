@@ -18,8 +18,6 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from kvflow.vllm.versions import NEWEST, OLDEST
-
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 DEPENDENCIES = {one.name: one for one in map(Requirement, PROJECT["dependencies"])}
@@ -27,6 +25,7 @@ WITH_VLLM = {one.name: one for one in map(Requirement, PROJECT["optional-depende
 NIXL_BUILD = "nixl-cu12"  # that `nixl` loads on a machine without CUDA, too
 SMALL = [name for name in DEPENDENCIES if name != "torch"]  # torch is the environment's: it comes with GPU libraries
 DEV = runpy.run_path(str(ROOT / "dev.py"))
+VLLM = runpy.run_path(str(ROOT / "docs" / "site" / "vllm_versions.py"))
 PIP = ("--disable-pip-version-check", "install", "--quiet", "--no-compile", "--no-deps", "--only-binary", ":all:")
 # With an extra, as images of Dynamo have it. Ray's extra `llm` has a NIXL that is too old.
 BESIDE = ["ai-dynamo[sglang]==1.6.1", "ai-dynamo[vllm]==1.6.1", "lmcache==0.5.6", "ray[serve]==2.60.0", "vllm==0.33.0"]
@@ -65,9 +64,10 @@ def hand_over(folder: Path, tmp_path: Path) -> dict[str, Version]:
 
 
 def test_versions_of_vllm_are_those_of_the_table() -> None:
-    major, minor = NEWEST.split(".")
-    assert str(WITH_VLLM["vllm"].specifier) == str(SpecifierSet(f">={OLDEST},<{major}.{int(minor) + 1}"))
-    assert f"vllm=={NEWEST}.0" in {word for step in DEV["VLLM"].pip for word in step}, "dev.py brings the newest"
+    oldest, newest = VLLM["OLDEST"], VLLM["NEWEST"]
+    major, minor = newest.split(".")
+    assert str(WITH_VLLM["vllm"].specifier) == str(SpecifierSet(f">={oldest},<{major}.{int(minor) + 1}"))
+    assert f"vllm=={newest}.0" in {word for step in DEV["VLLM"].pip for word in step}, "dev.py brings the newest"
 
 
 @pytest.mark.thorough

@@ -11,6 +11,7 @@ import ast
 import importlib
 import inspect
 import re
+import runpy
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
@@ -275,9 +276,8 @@ def cache_dtypes_table() -> str:
 
 
 def vllm_versions_table() -> str:
-    from kvflow.vllm.versions import CHANGES
-
-    return table(("vLLM", "brings", "before"), ((f"{row.since}+", row.brings, row.before) for row in CHANGES))
+    changes = runpy.run_path(str(DOCS / "site" / "vllm_versions.py"))["CHANGES"]
+    return table(("vLLM", "brings", "before"), ((f"{row.since}+", row.brings, row.before) for row in changes))
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -23,10 +23,7 @@ from kvflow.connector.request_states import CONSUMER_TABLE, ConsumerEvent, Consu
 from kvflow.connector.scheduling_config import SchedulingConfig
 from kvflow.connector.step import EngineRequest, GivenTables, Matched, Receive, Release, Sharing, Step
 from kvflow.core.policy.bounded_map import BoundedMap
-from kvflow.core.policy.states import (
-    allows,
-    fire,
-)
+from kvflow.core.policy.states import allows, fire
 from kvflow.core.protocol.prompts import check_prompt, check_same_prompt, marks_of
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import TOKENS, PromptMismatch, RequestError, UsageError

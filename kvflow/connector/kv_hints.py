@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import msgspec
 
 from kvflow import checks
+from kvflow.core.protocol.addresses import side_channel_address
 from kvflow.errors import RequestError
-from kvflow.hosts import address_at, is_host, split_address
 from kvflow.logs import logger_of
 
 logger = logger_of(__name__)
@@ -121,10 +121,7 @@ def _source_of(action: _Action) -> str:
     fetch = _read(action.payload, _Fetch)
     if fetch.mode != _COPY:
         raise _Ignored(IgnoredHint.ACTION, f"{shown}, mode {fetch.mode[:_SHOWN_CHARS]}")
-    host, port = split_address(fetch.source_control_endpoint, what="source_control_endpoint", error=RequestError)
-    if not is_host(host) or not port:
-        raise RequestError(f"source_control_endpoint: nobody can connect to {address_at(host, port)}")
-    return address_at(host, port)
+    return side_channel_address(fetch.source_control_endpoint, "source_control_endpoint")
 
 
 def _read(given: object, kind: type[Any]) -> Any:

@@ -20,8 +20,8 @@ from typing import Any
 from kvflow import checks
 from kvflow.checks import counted
 from kvflow.connector.step import Question
-from kvflow.errors import RequestError
-from kvflow.hosts import HOST_CHARS_MAX, PORT_MAX, address_at, is_host, plain_host
+from kvflow.core.protocol.addresses import side_channel_address
+from kvflow.hosts import HOST_CHARS_MAX, PORT_MAX, address_at
 
 __all__ = ["PrefixOutcome", "PrefixQuestions", "source_in"]
 
@@ -47,12 +47,9 @@ def source_in(params: Mapping[str, Any] | None) -> str | None:
     if given is None:
         return None
     source = checks.without_doubles(checks.mapping(given, _SOURCE))
-    given = checks.text(source.get("remote_host"), f"{_SOURCE}: remote_host", most=HOST_CHARS_MAX)
+    host = checks.text(source.get("remote_host"), f"{_SOURCE}: remote_host", most=HOST_CHARS_MAX)
     port = checks.whole(source.get("remote_port"), f"{_SOURCE}: remote_port", least=1, most=PORT_MAX)
-    host = plain_host(given)
-    if host is None or not is_host(host):
-        raise RequestError(f"{_SOURCE}: remote_host {checks.short_repr(given)} is not a host that can be connected to")
-    return address_at(host, port)
+    return side_channel_address(address_at(host, port), f"{_SOURCE}: remote_host, remote_port")
 
 
 class _State(enum.IntEnum):

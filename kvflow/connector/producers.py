@@ -26,10 +26,7 @@ from kvflow.connector.scheduling_config import SchedulingConfig
 from kvflow.connector.step import Decline, EngineRequest, Finished, GivenTables, Grow, Save, Step, TablesOf
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.policy.bounded_map import BoundedMap
-from kvflow.core.policy.states import (
-    allows,
-    fire,
-)
+from kvflow.core.policy.states import allows, fire
 from kvflow.core.protocol.prompts import marks_of, prompt_digest
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.logs import logger_of

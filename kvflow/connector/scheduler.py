@@ -33,14 +33,7 @@ from kvflow.connector.step import EngineRequest, Finished, GivenTables, Matched,
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import PromptMismatch, UsageError
 
-__all__ = [
-    "ConnectorScheduler",
-    "EngineRequest",
-    "Finished",
-    "PagedGroup",
-    "SchedulingConfig",
-    "Sharing",
-]
+__all__ = ["ConnectorScheduler", "EngineRequest", "Finished", "PagedGroup", "SchedulingConfig", "Sharing"]
 
 
 class ConnectorScheduler:

@@ -20,7 +20,7 @@ from kvflow.core.cache.groups import GroupKind
 from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.bounded_map import BoundedMap
 from kvflow.core.protocol import messages
-from kvflow.core.protocol.addresses import Address, PeerAddress
+from kvflow.core.protocol.addresses import Address, PeerAddress, side_channel_address
 from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.core.protocol.ticket import Ticket, too_many_block_ids
 from kvflow.errors import KVFlowError, PeerError, PeerRefused, PeerUnreachable, ProtocolError, RequestError
@@ -260,8 +260,7 @@ class PrefixQuestions:
 
     async def _identify(self, given: str) -> PeerAddress:
         """Ask the rank that listens at address `given` for its engine and rank."""
-        address = given if given.startswith("tcp://") else f"tcp://{given}"
-        address = PeerAddress(engine_id="unknown", address=address).address
+        address = side_channel_address(given if given.startswith("tcp://") else f"tcp://{given}", "address")
         nobody = Address("unknown", Rank(0, 0, 0), address)
         question = messages.MetadataRequest(reader=self._local.reader, target=nobody)
         fingerprint = self._local.compatibility.fingerprint()

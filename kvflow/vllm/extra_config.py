@@ -125,10 +125,7 @@ _UNMAPPING = {"--enable-sleep-mode": "enable_sleep_mode", "--enable-cumem-alloca
 """Options with which vLLM, on a GPU, puts the cache into memory that `/sleep` and `/release_kv_cache_memory` unmap."""
 
 _SETTINGS = PluginSettings(
-    where="kv_connector_extra_config",
-    engine="vLLM",
-    from_engine=_FROM_VLLM,
-    own_keys=Extra.__struct_fields__,
+    where="kv_connector_extra_config", engine="vLLM", from_engine=_FROM_VLLM, own_keys=Extra.__struct_fields__
 )
 
 

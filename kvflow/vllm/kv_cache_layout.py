@@ -151,11 +151,7 @@ def check_sharding(group: Group, vllm_config: VllmConfig) -> None:
 
 
 def cache_groups(
-    kv_caches: Mapping[str, torch.Tensor],
-    groups: Sequence[Group],
-    vllm_config: VllmConfig,
-    *,
-    kv_format: str | None,
+    kv_caches: Mapping[str, torch.Tensor], groups: Sequence[Group], vllm_config: VllmConfig, *, kv_format: str | None
 ) -> list[CacheGroup]:
     """Return a registrable CacheGroup for each of `groups`, with this rank's tensors and their layout.
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import runpy
 from functools import reduce
+from pathlib import Path
 
 import pytest
 
-from kvflow.vllm.versions import CHANGES
 from tests.vllm.servers import VERSION
+
+CHANGES = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "site" / "vllm_versions.py"))["CHANGES"]
 
 
 def _number(version: str) -> tuple[int, ...]:

@@ -38,7 +38,8 @@ class Address(NamedTuple):
         return kind(f"{self}: {why}", peer=self.address, engine_id=self.engine_id, retry_after_s=retry_after_s)
 
 
-def _side_channel(value: object, what: str) -> str:
+def side_channel_address(value: object, what: str) -> str:
+    """Return `value`, an address tcp://host:port to connect to, in normal form. RequestError if it is none."""
     host, port = split_address(checks.text(value, what), what=what, error=RequestError)
     if not is_host(host) or not port:
         raise RequestError(f"{what}: expected a host and port to connect to, got {short_repr(value)}")
@@ -46,7 +47,7 @@ def _side_channel(value: object, what: str) -> str:
 
 
 EngineId: TypeAlias = Annotated[str, partial(checks.name, most=ENGINE_ID_CHARS_MAX)]
-SideChannel: TypeAlias = Annotated[str, _side_channel]
+SideChannel: TypeAlias = Annotated[str, side_channel_address]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

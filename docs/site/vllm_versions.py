@@ -5,14 +5,13 @@ docs/reference/vllm-versions.md shows the table. tests/vllm/test_versions.py loo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 OLDEST, NEWEST = "0.28", "0.33"
 """Release lines of vLLM that pyproject.toml allows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class Change(NamedTuple):
     """A row of the table: something that kvflow can use from a release line on."""
 
     since: str
