@@ -25,7 +25,7 @@ from kvflow.core.cache.groups import (
     sets_of,
 )
 from kvflow.core.cache.regions import HOST, Device, device_of, map_spans
-from kvflow.core.cache.state import StatePart
+from kvflow.core.cache.state import SegmentLayout
 from kvflow.core.cache.tensors import TensorAddresses, has_addresses
 from kvflow.core.plan.topology import CacheShare, Rank, cache_share_of, check_heads
 from kvflow.core.policy.ledger import BlockLedger
@@ -463,7 +463,7 @@ async def _register(runtime: RuntimeFacts, registration: OpenRegistration, memor
 def _cache_share(config: Config, groups: Sequence[CacheGroup], one: LayerSet) -> CacheShare:
     said = groups[one.group].num_kv_heads
     heads = config.num_kv_heads if said is None else said
-    if isinstance(one.layout, StatePart):
+    if isinstance(one.layout, SegmentLayout):
         heads = one.layout.segment.model_units
     sharded = groups[one.group].kind is GroupKind.SHARDED
     return cache_share_of(one.layout, config, model_kv_heads=heads, group=one.group, sharded=sharded)

@@ -108,9 +108,9 @@ class Permutation:
         self._chunk_tokens = block_map.chunk_tokens
         self._device = device
         self._make_copy = scatter_on_host if device.on_host else scatter_on_device(device)
-        remote_parts = block_map.remote_whole.parts
-        together = layout.parts == tuple(remote_parts)
-        self._halve = not together and tuple(remote_parts) == ("KV",)
+        remote_planes = block_map.remote_whole.planes
+        together = layout.parts == tuple(remote_planes)
+        self._halve = not together and tuple(remote_planes) == ("KV",)
         layers = list(cast(CacheTensors, kv_caches).values())
         parts = [
             part
@@ -156,12 +156,12 @@ class Permutation:
         per_block = whole.tokens // self._chunk_tokens
         sources = sources.view(*sources.shape[:2], per_block, self._chunk_tokens, *sources.shape[3:])
         views: View = sources.numpy() if self._device.on_host else sources
-        local_parts = np.zeros_like(chunks.local_ids) if chunks.local_parts is None else chunks.local_parts
+        local_chunks = np.zeros_like(chunks.local_ids) if chunks.local_chunks is None else chunks.local_chunks
         with self._device.copying():
             for blocks, inside, picked in self._stretches(chunks, starts):
                 some = views[:, blocks, inside, : chunks.tokens]
                 place = some.shape[1:3]
-                ids, parts = chunks.local_ids[picked].reshape(place), local_parts[picked].reshape(place)
+                ids, parts = chunks.local_ids[picked].reshape(place), local_chunks[picked].reshape(place)
                 scatter_tokens(self._targets, self._split(some), ids, parts, self._make_copy)
 
     def _stretches(self, chunks: Chunks, starts: BlockIds) -> Iterator[tuple[slice, slice, slice]]:
@@ -171,7 +171,7 @@ class Permutation:
         first and the last block may be needed in part, so there are few stretches.
         """
         counts = np.diff(starts, append=len(chunks))
-        first_parts = np.zeros_like(starts) if chunks.remote_parts is None else chunks.remote_parts[starts]
+        first_parts = np.zeros_like(starts) if chunks.remote_chunks is None else chunks.remote_chunks[starts]
         changes = np.flatnonzero((np.diff(counts) != 0) | (np.diff(first_parts) != 0)) + 1
         edges = [0, *changes.tolist(), len(starts)]
         for begin, end in itertools.pairwise(edges):

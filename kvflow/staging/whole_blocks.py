@@ -57,7 +57,7 @@ class WholeBlocks:
         `layers`: indexes of the layers to read, among the peer's, in the order of their pieces in scratch memory.
         """
         block = remote.block
-        index = regions_of(layers, len(remote.parts))
+        index = regions_of(layers, len(remote.planes))
         self._bases: Int64Array = remote.bases[index].astype(np.int64)
         self._strides: Int64Array = remote.strides[index].astype(np.int64)
         self._device = remote.device

@@ -52,7 +52,7 @@ class OurLayers(NamedTuple):
     @property
     def head_bytes(self) -> int:
         """Bytes of one head for one token, K and V together."""
-        return self.regions.block.run * len(self.regions.parts)
+        return self.regions.block.run * len(self.regions.planes)
 
     @property
     def model_kv_heads(self) -> int:
@@ -109,7 +109,7 @@ class OurCache(NamedTuple):
     def base_of(self, which: int, nth: int) -> int:
         """Return the address of the first block of the layer with index `nth` in `layer_sets[which]`."""
         regions = self.layer_sets[which].regions
-        return int(regions.bases[nth * len(regions.parts)])
+        return int(regions.bases[nth * len(regions.planes)])
 
     def _layers(self) -> list[tuple[int, int, int]]:
         sets = enumerate(self.layer_sets)
@@ -142,7 +142,7 @@ def our_cache(shares: Sequence[CacheShare], regions: Sequence[Regions], groups: 
 
 def _packs_layers(regions: Regions) -> bool:
     """Return True if blocks of other layers lie between two blocks of a layer."""
-    bases = sorted(map(int, regions.bases[:: len(regions.parts)]))
+    bases = sorted(map(int, regions.bases[:: len(regions.planes)]))
     return any(0 < above - base < int(regions.strides[0]) for base, above in itertools.pairwise(bases))
 
 
@@ -177,7 +177,7 @@ def metadata_of(
                 bases=[stock.kv_caches_base_addr[place] for place in places],
                 strides=[strides[place] for place in places],
                 block=_block(stock, one, heads),
-                parts=one.regions.parts if one.share.latent else ("KV",),
+                parts=one.regions.planes if one.share.latent else ("KV",),
                 num_blocks=num_blocks,
                 device=device,
             )

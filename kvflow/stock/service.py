@@ -175,8 +175,8 @@ def metadata_for_readers(
     """
     ours = our_cache(local.cache_shares, local.regions, local.groups)
     for one in ours.layer_sets:
-        if one.regions.parts not in (("KV",), ("latent",)):
-            parts = one.regions.parts
+        if one.regions.planes not in (("KV",), ("latent",)):
+            parts = one.regions.planes
             raise ConfigError(
                 f"stock serve_version: stock readers need K and V in one tensor, ours are separate: {parts}"
             )

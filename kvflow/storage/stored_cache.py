@@ -56,7 +56,7 @@ class StoredCache:
         """For each layer set the indices of the layers to digest. Of layers with the same memory only the first is
         listed.
         """
-        shapes = [(group, len(regions), regions.parts, tuple(regions.block)) for group, regions in found]
+        shapes = [(group, len(regions), regions.planes, tuple(regions.block)) for group, regions in found]
         shared = [regions.first_at_address for _, regions in found if len(regions.distinct) < len(regions)]
         facts = [local.compatibility, local.cache_shares, local.groups, shapes, *shared]
         self.fingerprint = fingerprint_of(facts)

@@ -135,7 +135,7 @@ class _DigestedSet:
         kv_format = one.layout.kv_format
         regions = split_fused(one.regions) if kv_format == PLAIN else one.regions
         shape = _run_shape(regions.block, kv_format)
-        self._parts = len(regions.parts)
+        self._parts = len(regions.planes)
         self._heads = regions.block.heads
         self._heads_apart = shape.heads == self._heads
         self._whole_blocks = shape.tokens == 1 and regions.block.tokens > 1

@@ -194,7 +194,7 @@ def _regions(layers: int, heads: int, base: int, blocks: int) -> Regions:
         bases=bases.astype(np.uint64),
         strides=np.full(count, block.size_bytes, dtype=np.uint64),
         block=block,
-        parts=("K", "V"),
+        planes=("K", "V"),
         num_blocks=blocks,
         device=Device("cpu", 0),
     )

@@ -52,7 +52,7 @@ def heads_at(local_start: int, remote_start: int, heads: int) -> HeadSource:
 
 def pair_whole(local: Regions, remote: Regions, **shards: Shard) -> BlockMap:
     """All heads and all regions, in order: two ranks that hold the same, or shards of it."""
-    layers = range(len(local) // len(local.parts))
+    layers = range(len(local) // len(local.planes))
     heads = heads_at(0, 0, local.block.heads)
     return BlockMap(local, remote, heads=heads, local_layers=layers, remote_layers=layers, **shards)
 
@@ -84,7 +84,7 @@ def large_regions(blocks: int, *, layers: int = 80, block: BlockShape | None = N
         bases=np.arange(1, 2 * layers + 1, dtype=np.uint64) * np.uint64(block.size_bytes * blocks + 4096),
         strides=np.full(2 * layers, block.size_bytes, dtype=np.uint64),
         block=block,
-        parts=("K", "V"),
+        planes=("K", "V"),
         num_blocks=blocks,
         device=CPU,
     )

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from kvflow.core.cache.state import StatePart
+from kvflow.core.cache.state import SegmentLayout
 from kvflow.core.plan import block_map, topology
 from kvflow.core.plan.block_map import BlockMap, RegionMap
 from kvflow.core.plan.descriptors import Chunks, match_chunks
@@ -87,13 +87,13 @@ def take_windows_for_beginnings(patch: pytest.MonkeyPatch) -> None:
 
 def begin_segments_at_the_first(patch: pytest.MonkeyPatch) -> None:
     """Read x where B and C are."""
-    real = StatePart.region_addresses
-    patch.setattr(StatePart, "region_addresses", lambda self, caches: real(replace(self, start=0), caches))
+    real = SegmentLayout.region_addresses
+    patch.setattr(SegmentLayout, "region_addresses", lambda self, caches: real(replace(self, start=0), caches))
 
 
 def forget_rows(patch: pytest.MonkeyPatch) -> None:
     """All rows in front of a sliced axis but the first."""
-    patch.setattr(StatePart, "rows", property(lambda self: 1))
+    patch.setattr(SegmentLayout, "rows", property(lambda self: 1))
 
 
 TENSOR_PARALLEL = test_topologies.hand_overs(tp_sizes=(1, 2, 4))

@@ -23,7 +23,7 @@ def regions(heads: int, run: int, kind: str) -> Regions:
         bases=bases,
         strides=np.full(LAYERS, block.size_bytes, dtype=np.uint64),
         block=block,
-        parts=("K",),
+        planes=("K",),
         num_blocks=64,
         device=Device(kind, 0),
     )

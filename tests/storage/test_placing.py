@@ -24,9 +24,9 @@ def caches(draw: st.DrawFn) -> tuple[list[tuple[int, Regions]], list[np.ndarray]
         bases = [base + 10_000 * at for at in range(len(strides))]
         base += 10_000 * len(bases)
         arrays = (np.array(bases, dtype=np.uint64), np.array(strides, dtype=np.uint64))
-        parts = ("latent",)
+        planes = ("latent",)
         regions = Regions(
-            bases=arrays[0], strides=arrays[1], block=block, parts=parts, num_blocks=16, device=Device("cpu", 0)
+            bases=arrays[0], strides=arrays[1], block=block, planes=planes, num_blocks=16, device=Device("cpu", 0)
         )
         layer_sets.append((group, regions))
     ids = st.lists(st.integers(0, 15), unique=True, max_size=9)

@@ -25,7 +25,7 @@ from kvflow.checks import INT64_MAX, counted, is_name, short_repr
 from kvflow.core.bounds import Count, Name
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.regions import Regions, device_of, map_regions
-from kvflow.core.cache.state import StateLayout, StatePart, state_parts
+from kvflow.core.cache.state import SegmentLayout, StateLayout, segment_layouts
 from kvflow.core.cache.tensors import (
     NAME_CHARS_MAX,
     KVCaches,
@@ -131,7 +131,7 @@ class LayerSet(NamedTuple):
 
     group: int
     caches: Mapping[str, LayerCache]
-    layout: CacheLayout | StatePart
+    layout: CacheLayout | SegmentLayout
 
     @property
     def regions(self) -> Regions:
@@ -145,7 +145,7 @@ class LayerSet(NamedTuple):
             bases=places[:, 0],
             strides=places[:, 1],
             block=self.layout.block_shape,
-            parts=self.layout.parts,
+            planes=self.layout.parts,
             num_blocks=self.layout.num_blocks,
             device=device,
         )
@@ -222,7 +222,7 @@ class CacheGroup:
     @property
     def sets(self) -> tuple[tuple[Mapping[str, LayerCache], CacheLayout | StateLayout], ...]:
         """(tensors by layer name, layout) for each layout of the group."""
-        return tuple(({name: self.layers[name] for name in one.layer_names}, one) for one in self.layouts)
+        return tuple(({name: self.layers[name] for name in layout.layer_names}, layout) for layout in self.layouts)
 
     @property
     def facts(self) -> GroupFacts:
@@ -279,20 +279,20 @@ def _layouts(layers: KVCaches, layout: object, what: str) -> tuple[CacheLayout |
         layout.check(layers)
         return (layout,)
     layouts = layout if isinstance(layout, tuple | list) else (layout,)
-    if not 0 < len(layouts) <= GROUPS_MAX or not all(isinstance(one, CacheLayout) for one in layouts):
+    if not 0 < len(layouts) <= GROUPS_MAX or not all(isinstance(each, CacheLayout) for each in layouts):
         raise LayoutError(
             f"{what}: layout: expected a CacheLayout or 1 to {GROUPS_MAX} of them, got {short_repr(layout)}"
         )
     first = layouts[0]
-    named = [name for one in layouts for name in one.layer_names]
+    named = [name for each in layouts for name in each.layer_names]
     if len(named) != len(set(named)) or set(named) != set(layers):
         odd = next(iter(sorted(set(named) ^ set(layers)) or named))
         count = counted(len(layers), "layer")
         raise LayoutError(f"{what}: {count}, layouts name {len(named)}: not one layout for {odd!r}")
-    for one in layouts:
+    for each in layouts:
         for name in ("block_size", "num_blocks"):
-            if getattr(one, name) != getattr(first, name):
-                raise LayoutError(f"{what}: {name} is {getattr(first, name)} and {getattr(one, name)} in its layouts")
+            if getattr(each, name) != getattr(first, name):
+                raise LayoutError(f"{what}: {name} is {getattr(first, name)} and {getattr(each, name)} in its layouts")
     return tuple(layouts)
 
 
@@ -317,8 +317,13 @@ def groups_of(kv_caches: KVCaches | Sequence[CacheGroup], layout: CacheLayout | 
     groups = tuple(kv_caches)
     _check_unique([group.name for group in groups], "group")
     for state in (False, True):
-        layouts = [one for group in groups if (group.kind is GroupKind.STATE) is state for one in group.layouts]
-        _check_unique([index for one in layouts for index in one.layer_indices], "layer")
+        layouts = [
+            group_layout
+            for group in groups
+            if (group.kind is GroupKind.STATE) is state
+            for group_layout in group.layouts
+        ]
+        _check_unique([index for group_layout in layouts for index in group_layout.layer_indices], "layer")
     if len({group.kind is GroupKind.SHARDED for group in groups}) > 1:
         kinds = ", ".join(f"{group.name!r} is {group.kind}" for group in groups)
         raise LayoutError(f"kv_caches: tokens are sharded in all groups or in none: {kinds}")
@@ -336,7 +341,7 @@ def groups_of(kv_caches: KVCaches | Sequence[CacheGroup], layout: CacheLayout | 
 
 def named_layers(sets: Iterable[LayerSet]) -> list[tuple[str, LayerCache]]:
     """Return (name, tensors) of each layer in `sets`, set by set. A layer in several sets is returned several times."""
-    return [layer for one in sets for layer in one.caches.items()]
+    return [layer for layer_set in sets for layer in layer_set.caches.items()]
 
 
 def layer_sets(groups: Sequence[CacheGroup], tp_size: int) -> tuple[LayerSet, ...]:
@@ -344,10 +349,10 @@ def layer_sets(groups: Sequence[CacheGroup], tp_size: int) -> tuple[LayerSet, ..
 
     LayoutError if there are more than `SETS_MAX` sets, since no peer accepts more.
     """
-    found = tuple(one for at, group in enumerate(groups) for one in sets_of(at, group.sets, tp_size))
-    if len(found) > SETS_MAX:
-        raise LayoutError(f"kv_caches: layouts and segments of state: {len(found)}, at most {SETS_MAX} in all")
-    return found
+    sets = tuple(layer_set for index, group in enumerate(groups) for layer_set in sets_of(index, group.sets, tp_size))
+    if len(sets) > SETS_MAX:
+        raise LayoutError(f"kv_caches: layouts and segments of state: {len(sets)}, at most {SETS_MAX} in all")
+    return sets
 
 
 def sets_of(
@@ -358,8 +363,8 @@ def sets_of(
     `group`: index of the group. `layers`: (tensors by layer name, layout) pairs.
     """
     for caches, layout in layers:
-        for part in (layout,) if isinstance(layout, CacheLayout) else state_parts(layout, tp_size):
-            yield LayerSet(group, caches, part)
+        for set_layout in (layout,) if isinstance(layout, CacheLayout) else segment_layouts(layout, tp_size):
+            yield LayerSet(group, caches, set_layout)
 
 
 def _check_unique(values: Sequence[object], what: str) -> None:
@@ -378,21 +383,21 @@ def check_sets_disjoint(sets: Sequence[tuple[CacheGroup, Regions]]) -> None:
     block of the pool, but share no byte. Sets of two groups with one pool may share bytes, since a block belongs to one
     group at a time. Sets of different pools must not even interleave.
     """
-    for (ours, regions), (theirs, others) in itertools.combinations(sets, 2):
-        for at, where in zip(*np.nonzero(_overlap(_extents(regions), _extents(others))), strict=True):
-            stride, other_stride = int(regions.strides[at]), int(others.strides[where])
-            row, other_row = stride * ours.split, other_stride * theirs.split
+    for (group, regions), (other_group, others) in itertools.combinations(sets, 2):
+        for region, other_region in zip(*np.nonzero(_overlap(_extents(regions), _extents(others))), strict=True):
+            stride, other_stride = int(regions.strides[region]), int(others.strides[other_region])
+            row, other_row = stride * group.split, other_stride * other_group.split
             sizes = row - stride + regions.block_size_bytes, other_row - other_stride + others.block_size_bytes
-            offset = int(others.bases[where]) - int(regions.bases[at])
+            offset = int(others.bases[other_region]) - int(regions.bases[region])
             first, last = sizes if offset >= 0 else sizes[::-1]
-            if ours.pool == theirs.pool and row == other_row:
+            if group.pool == other_group.pool and row == other_row:
                 inside = abs(offset) + last <= row
-                if inside and (ours.name != theirs.name or abs(offset) >= first):
+                if inside and (group.name != other_group.name or abs(offset) >= first):
                     continue
             raise LayoutError(
-                f"group {ours.name!r} and group {theirs.name!r} overlap: regions begin {counted(offset, 'byte')} "
+                f"group {group.name!r} and group {other_group.name!r} overlap: regions begin {counted(offset, 'byte')} "
                 f"apart, block strides are {row} and {counted(other_row, 'byte')}, blocks have {sizes[0]} and "
-                f"{sizes[1]}, pools are {ours.pool!r} and {theirs.pool!r}"
+                f"{sizes[1]}, pools are {group.pool!r} and {other_group.pool!r}"
             )
 
 
@@ -403,6 +408,6 @@ def _extents(regions: Regions) -> npt.NDArray[np.int64]:
     return np.stack((bases, ends))
 
 
-def _overlap(ours: npt.NDArray[np.int64], theirs: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    meet: npt.NDArray[np.bool_] = (ours[0][:, None] < theirs[1]) & (theirs[0] < ours[1][:, None])
+def _overlap(extents: npt.NDArray[np.int64], others: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    meet: npt.NDArray[np.bool_] = (extents[0][:, None] < others[1]) & (others[0] < extents[1][:, None])
     return meet

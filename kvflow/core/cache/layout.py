@@ -226,9 +226,9 @@ class CacheLayout:
         for name, layer in kv_caches.items():
             other = _layout_of_layer(name, layer, self.style, self.order, self.layer_names)
             for field in ("dtype", "itemsize", "num_blocks", "block_size", "num_kv_heads", "head_size", "memory_order"):
-                ours, theirs = getattr(self, field), getattr(other, field)
-                if ours != theirs:
-                    raise LayoutError(f"layer {name!r}: {field} is {theirs}, the layout says {ours}")
+                expected, actual = getattr(self, field), getattr(other, field)
+                if expected != actual:
+                    raise LayoutError(f"layer {name!r}: {field} is {actual}, the layout says {expected}")
 
 
 class BlockShape(NamedTuple):
@@ -348,11 +348,11 @@ def _memory_order(name: str, style: KVStyle, order: str, tensor: TensorLike) -> 
     stride = dict(zip(axes, tensor.stride(), strict=True))
     size = dict(zip(axes, tensor.shape, strict=True))
     inner = [axis for axis in axes if axis not in ("kv", "block")]
-    found = sorted((axis for axis in inner if size[axis] > 1), key=lambda axis: -stride[axis])
+    by_stride = sorted((axis for axis in inner if size[axis] > 1), key=lambda axis: -stride[axis])
     for usual, usual_axes in _INNER_AXES.items():
-        if [axis for axis in usual_axes if axis in found] == found:
+        if [axis for axis in usual_axes if axis in by_stride] == by_stride:
             return usual
-    inside = found[-1]  # anything else would be one of the usual orders
+    inside = by_stride[-1]  # anything else would be one of the usual orders
     raise LayoutError(
         f"layer {name!r}: the elements of a head are not next to each other in memory: axis {inside!r} has "
         f"stride {stride[inside]}, axis 'dim' has {stride['dim']} (shape {tuple(tensor.shape)})"
@@ -367,14 +367,14 @@ def is_draft(name: str) -> bool:
     return _DRAFT.search(name) is not None
 
 
-def layer_numbers(names: tuple[str, ...], given: Sequence[int] | None) -> tuple[int, ...]:
-    """Return the index in the model of each layer in `names`: `given`, if it is not None, else the number in its name.
+def layer_numbers(names: tuple[str, ...], indices: Sequence[int] | None) -> tuple[int, ...]:
+    """Return the index in the model of each layer in `names`: `indices` if given, else the number in its name.
 
     Layers of a draft model are numbered separately, from FIRST_DRAFT_LAYER on. A single layer needs no number.
     LayoutError if the names do not number the layers. Positions would not do: another engine may have another order.
     """
-    if given is not None:
-        return whole_numbers(given, "layer_indices")
+    if indices is not None:
+        return whole_numbers(indices, "layer_indices")
     drafts = [name for name in names if is_draft(name)]
     numbers = _numbers([name for name in names if not is_draft(name)])
     numbers |= {name: FIRST_DRAFT_LAYER + number for name, number in _numbers(drafts).items()}
@@ -382,7 +382,7 @@ def layer_numbers(names: tuple[str, ...], given: Sequence[int] | None) -> tuple[
 
 
 def _numbers(names: Sequence[str]) -> dict[str, int]:
-    found: dict[int, str] = {}
+    names_by_number: dict[int, str] = {}
     for name in names:
         numbers = _LAYER_INDEX.findall(name) or _FINAL_NUMBER.findall(name)
         number = int(numbers[0]) if len(numbers) == 1 else -1
@@ -391,10 +391,12 @@ def _numbers(names: Sequence[str]) -> dict[str, int]:
                 return {name: 0}
             has = f"has {counted(len(numbers), 'number')}" if len(numbers) != 1 else f"has the number {number}"
             raise LayoutError(f"layer {name!r}: its name {has}: {_GIVE_INDICES}")
-        if number in found:
-            raise LayoutError(f"layers {found[number]!r} and {name!r}: both have the number {number}: {_GIVE_INDICES}")
-        found[number] = name
-    return {name: number for number, name in found.items()}
+        if number in names_by_number:
+            raise LayoutError(
+                f"layers {names_by_number[number]!r} and {name!r}: both have the number {number}: {_GIVE_INDICES}"
+            )
+        names_by_number[number] = name
+    return {name: number for number, name in names_by_number.items()}
 
 
 def _shape_text(name: str, layer: LayerCache) -> str:

@@ -37,14 +37,14 @@ HOST = Device("cpu", 0)
 class Regions:
     """The regions of a cache: in region i, block b starts at address `bases[i] + b * strides[i]`. Strides are in bytes.
 
-    Regions are ordered by layer, then as in `parts`. All have the same number of blocks and the same block shape.
+    Regions are ordered by layer, then as in `planes`. All have the same number of blocks and the same block shape.
     """
 
     bases: UInt64Array
     strides: UInt64Array
     block: BlockShape
-    parts: tuple[str, ...]
-    """Names of the regions of each layer: ("K", "V"), ("KV",) if fused, ("latent",), or for state `StatePart.parts`."""
+    planes: tuple[str, ...]
+    """Names of the regions of each layer: ("K", "V"), ("KV",) if fused, ("latent",), or `SegmentLayout.parts`."""
     num_blocks: int
     device: Device
 
@@ -62,23 +62,23 @@ class Regions:
 
         This is the region's own index unless layers share a tensor.
         """
-        found: dict[int, int] = {}
-        return tuple(found.setdefault(base, at) for at, base in enumerate(self.bases.tolist()))
+        first_at: dict[int, int] = {}
+        return tuple(first_at.setdefault(base, index) for index, base in enumerate(self.bases.tolist()))
 
     @property
     def distinct(self) -> Regions:
         """These regions without duplicates: of regions with the same base address only the first is kept."""
-        kept = [at for at, first in enumerate(self.first_at_address) if at == first]
+        kept = [index for index, first in enumerate(self.first_at_address) if index == first]
         return self if len(kept) == len(self) else replace(self, bases=self.bases[kept], strides=self.strides[kept])
 
     @property
     def distinct_layers(self) -> tuple[int, ...]:
         """Positions, from 0, of the layers. A layer with exactly the same regions as an earlier layer is left out."""
-        parts, first_of = len(self.parts), self.first_at_address
-        found: dict[tuple[int, ...], int] = {}
-        for layer in range(len(self) // parts):
-            found.setdefault(first_of[layer * parts : (layer + 1) * parts], layer)
-        return tuple(found.values())
+        planes, first_of = len(self.planes), self.first_at_address
+        layers: dict[tuple[int, ...], int] = {}
+        for layer in range(len(self) // planes):
+            layers.setdefault(first_of[layer * planes : (layer + 1) * planes], layer)
+        return tuple(layers.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,14 +100,14 @@ def map_regions(layout: CacheLayout, kv_caches: KVCaches) -> Regions:
     bases: list[int] = []
     strides: list[int] = []
     for name, layer in kv_caches.items():
-        for tensor, offset_bytes in _part_tensors(name, layout.style, layer):
+        for tensor, offset_bytes in _plane_tensors(name, layout.style, layer):
             bases.append(address_of(name, tensor) + offset_bytes)
             strides.append(_block_stride_bytes(name, layout, tensor))
     regions = Regions(
         bases=np.array(bases, dtype=np.uint64),
         strides=np.array(strides, dtype=np.uint64),
         block=layout.block_shape,
-        parts=layout.parts,
+        planes=layout.parts,
         num_blocks=layout.num_blocks,
         device=device,
     )
@@ -122,10 +122,10 @@ def _check_owners(regions: Regions, layout: CacheLayout) -> None:
     If layers share memory, a load reads this memory once, for the first of these layers. If that layer is a draft
     model's, the other side may lack it, and the main model's layer would not be read.
     """
-    parts, indices = len(regions.parts), layout.layer_indices
-    for at, first in enumerate(regions.first_at_address):
-        if indices[first // parts] >= FIRST_DRAFT_LAYER > indices[at // parts]:
-            draft, name = layout.layer_names[first // parts], layout.layer_names[at // parts]
+    planes, indices = len(regions.planes), layout.layer_indices
+    for index, first in enumerate(regions.first_at_address):
+        if indices[first // planes] >= FIRST_DRAFT_LAYER > indices[index // planes]:
+            draft, name = layout.layer_names[first // planes], layout.layer_names[index // planes]
             raise LayoutError(f"layer {draft!r} of a draft model comes before {name!r}, whose memory it shares")
 
 
@@ -147,18 +147,18 @@ def map_spans(layers: Iterable[tuple[str, LayerCache]]) -> tuple[Span, ...]:
 
 def device_of(layers: Iterable[tuple[str, LayerCache]]) -> Device:
     """Return the device of all tensors. LayoutError if they lie on several. `layers`: (name, tensors) of each layer."""
-    found = {
+    devices = {
         Device(tensor.device.type, tensor.device.index or 0): name
         for name, layer in layers
         for tensor in tensors_of(name, layer)
     }
-    if len(found) != 1:
-        where = ", ".join(sorted(f"{device.kind}:{device.number} (layer {name!r})" for device, name in found.items()))
+    if len(devices) != 1:
+        where = ", ".join(sorted(f"{device.kind}:{device.number} (layer {name!r})" for device, name in devices.items()))
         raise LayoutError(f"device: expected one for all layers, got {where}")
-    return next(iter(found))
+    return next(iter(devices))
 
 
-def _part_tensors(name: str, style: KVStyle, layer: LayerCache) -> list[tuple[TensorLike, int]]:
+def _plane_tensors(name: str, style: KVStyle, layer: LayerCache) -> list[tuple[TensorLike, int]]:
     """Return (tensor, byte offset in the tensor) of each region of a layer: of K and of V, or of its only region."""
     tensors = tensors_of(name, layer)
     if style not in (KVStyle.KV_FIRST, KVStyle.BLOCKS_FIRST):
@@ -186,10 +186,10 @@ def _block_stride_bytes(name: str, layout: CacheLayout, tensor: TensorLike) -> i
             )
         expected *= size[axis]
     block_stride = stride["block"] if size["block"] > 1 else expected
-    for what, distance in (("block", block_stride), ("kv", stride.get("kv", expected))):
+    for axis, distance in (("block", block_stride), ("kv", stride.get("kv", expected))):
         if distance < expected:
             raise LayoutError(
-                f"layer {name!r}: blocks overlap: axis {what!r} has stride {distance}, "
+                f"layer {name!r}: blocks overlap: axis {axis!r} has stride {distance}, "
                 f"a block has {counted(expected, 'element')}"
             )
     return block_stride * tensor.element_size()
@@ -203,19 +203,19 @@ def _check_disjoint(regions: Regions, layer_names: tuple[str, ...]) -> None:
     """
     order = np.argsort(regions.bases, kind="stable")
     bases, strides = regions.bases[order].astype(np.int64), regions.strides[order].astype(np.int64)
-    size, parts = regions.block_size_bytes, len(regions.parts)
+    size, planes = regions.block_size_bytes, len(regions.planes)
     ends = np.searchsorted(bases, bases + (regions.num_blocks - 1) * strides + size)
     for index in np.flatnonzero(ends > np.arange(1, len(bases) + 1)):
         others = np.arange(index + 1, ends[index])
         offsets, stride = bases[others] - bases[index], strides[index]
         between = (offsets % stride >= size) & (offsets % stride <= stride - size)
-        same = (offsets == 0) & (order[others] % parts == order[index] % parts)
+        same = (offsets == 0) & (order[others] % planes == order[index] % planes)
         bad = others[(strides[others] != stride) | ~(between | same)]
         if len(bad):
-            one, other = (divmod(int(order[found]), parts) for found in (index, bad[0]))
+            earlier, later = (divmod(int(order[position]), planes) for position in (index, bad[0]))
             raise LayoutError(
-                f"layer {layer_names[other[0]]!r}: {regions.parts[other[1]]} overlaps {regions.parts[one[1]]} of layer "
-                f"{layer_names[one[0]]!r}: they start {counted(bases[bad[0]] - bases[index], 'byte')} apart, "
+                f"layer {layer_names[later[0]]!r}: {regions.planes[later[1]]} overlaps {regions.planes[earlier[1]]} of "
+                f"layer {layer_names[earlier[0]]!r}: they start {counted(bases[bad[0]] - bases[index], 'byte')} apart, "
                 f"block strides are {strides[bad[0]]} and {counted(stride, 'byte')}, a block has {size}"
             )
 

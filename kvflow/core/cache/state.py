@@ -168,8 +168,8 @@ class StateLayout:
         if tuple(layers) != self.layer_names:
             raise LayoutError(f"layers differ: layout has {len(self.layer_names)}, caches have {len(layers)}")
         for name, layer in layers.items():
-            found = _checked_tensors(name, layer, self.tensors)
-            for tensor, described, shape, dtype in zip(found, self.tensors, self.shapes, self.dtypes, strict=True):
+            checked = _checked_tensors(name, layer, self.tensors)
+            for tensor, described, shape, dtype in zip(checked, self.tensors, self.shapes, self.dtypes, strict=True):
                 wanted = (self.num_slots, *shape), dtype
                 has = tuple(tensor.shape), str(tensor.dtype).rpartition(".")[2]
                 if wanted != has:
@@ -184,14 +184,14 @@ class StateLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class StatePart:
+class SegmentLayout:
     """One segment of one state tensor, in all layers of a group.
 
     It has the properties of a `CacheLayout` that the planner reads.
     """
 
     layout: StateLayout
-    at: int
+    tensor_index: int
     """Index of the state tensor among the tensors of a layer."""
     segment: Segment
     start: int
@@ -203,7 +203,7 @@ class StatePart:
 
     @property
     def name(self) -> str:
-        return f"{self.layout.tensors[self.at].name}.{self.segment.name}"
+        return f"{self.layout.tensors[self.tensor_index].name}.{self.segment.name}"
 
     @property
     def layer_indices(self) -> tuple[int, ...]:
@@ -211,7 +211,7 @@ class StatePart:
 
     @property
     def dtype(self) -> str:
-        return self.layout.dtypes[self.at]
+        return self.layout.dtypes[self.tensor_index]
 
     @property
     def num_blocks(self) -> int:
@@ -225,18 +225,18 @@ class StatePart:
     @property
     def rows(self) -> int:
         """Number of regions of a layer: one per row, a combination of indices on the axes before the sliced axis."""
-        return math.prod(self.layout.shapes[self.at][: self.layout.tensors[self.at].axis])
+        return math.prod(self.layout.shapes[self.tensor_index][: self.layout.tensors[self.tensor_index].axis])
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of a layer's regions, one per row (`rows`): the part's name, then the row's index, as in "conv.x.0"."""
+        """Names of a layer's regions, one per row (`rows`): the segment's name and the row's index, like "conv.x.0"."""
         return tuple(f"{self.name}.{row}" for row in range(self.rows))
 
     @property
     def block_shape(self) -> BlockShape:
         """Shape of a block in one region, for the planner: one token, with the segment's units as contiguous heads."""
-        shape, axis = self.layout.shapes[self.at], self.layout.tensors[self.at].axis
-        inner = math.prod(shape[axis + 1 :]) * self.layout.itemsizes[self.at]
+        shape, axis = self.layout.shapes[self.tensor_index], self.layout.tensors[self.tensor_index].axis
+        inner = math.prod(shape[axis + 1 :]) * self.layout.itemsizes[self.tensor_index]
         run = self.segment.size // self.segment.units * inner
         return BlockShape(1, self.segment.units, run, self.segment.units * run, run)
 
@@ -245,28 +245,28 @@ class StatePart:
 
         `caches`: the state tensors by layer name.
         """
-        shape, axis = self.layout.shapes[self.at], self.layout.tensors[self.at].axis
-        inner = math.prod(shape[axis + 1 :]) * self.layout.itemsizes[self.at]
+        shape, axis = self.layout.shapes[self.tensor_index], self.layout.tensors[self.tensor_index].axis
+        inner = math.prod(shape[axis + 1 :]) * self.layout.itemsizes[self.tensor_index]
         row_bytes = shape[axis] * inner
-        found = []
+        addresses = []
         for name, layer in caches.items():
-            tensor = tensors_of(name, layer)[self.at]
+            tensor = tensors_of(name, layer)[self.tensor_index]
             slot = math.prod(shape) if self.layout.num_slots == 1 else tensor.stride()[0]
             for row in range(self.rows):
                 offset = row * row_bytes + self.start * inner
-                found.append((address_of(name, tensor) + offset, slot * tensor.element_size()))
-        return found
+                addresses.append((address_of(name, tensor) + offset, slot * tensor.element_size()))
+        return addresses
 
 
-def state_parts(layout: StateLayout, tp_size: int) -> tuple[StatePart, ...]:
-    """Return a `StatePart` for each segment of each tensor in `layout`, in order."""
-    found = []
-    for at, (tensor, shape) in enumerate(zip(layout.tensors, layout.shapes, strict=True)):
+def segment_layouts(layout: StateLayout, tp_size: int) -> tuple[SegmentLayout, ...]:
+    """Return a `SegmentLayout` for each segment of each tensor in `layout`, in order."""
+    segments = []
+    for index, (tensor, shape) in enumerate(zip(layout.tensors, layout.shapes, strict=True)):
         start = 0
         for segment in tensor.segments or (_unsliced_segment(shape, tensor.axis, tp_size),):
-            found.append(StatePart(layout, at, segment, start))
+            segments.append(SegmentLayout(layout, index, segment, start))
             start += segment.size
-    return tuple(found)
+    return tuple(segments)
 
 
 def _unsliced_segment(shape: tuple[int, ...], axis: int, tp_size: int) -> Segment:
@@ -287,11 +287,11 @@ def _checked_tensors(name: str, layer: LayerCache, described: Sequence[StateTens
     tensors = tensors_of(name, layer)
     if len(tensors) != len(described):
         raise LayoutError(f"layer {name!r}: expected {counted(len(described), 'tensor')}, got {len(tensors)}")
-    for tensor, one in zip(tensors, described, strict=True):
-        what = f"layer {name!r}: tensor {one.name!r} of shape {tuple(tensor.shape)}"
+    for tensor, description in zip(tensors, described, strict=True):
+        what = f"layer {name!r}: tensor {description.name!r} of shape {tuple(tensor.shape)}"
         if len(tensor.shape) < 2 or 0 in tensor.shape or tensor.shape[0] != tensors[0].shape[0]:
             raise LayoutError(f"{what}: expected {counted(tensors[0].shape[0], 'slot')}, each with an axis or more")
-        _check_shape(what, one, tuple(tensor.shape[1:]))
+        _check_shape(what, description, tuple(tensor.shape[1:]))
     return tensors
 
 

@@ -70,16 +70,16 @@ WholeNumbers: TypeAlias = Annotated[tuple[int, ...], whole_numbers]
 def tensors_of(name: str, layer: LayerCache) -> tuple[TensorLike, ...]:
     tensors = tuple(layer) if isinstance(layer, tuple | list) else (layer,)
     if not tensors or not all(try_call(partial(hasattr, tensor, "element_size")) for tensor in tensors):
-        found = ", ".join(type(tensor).__name__ for tensor in tensors[:4]) or "nothing"
-        raise LayoutError(f"layer {name!r}: expected a tensor or a pair of tensors, got {found}")
+        kinds = ", ".join(type(tensor).__name__ for tensor in tensors[:4]) or "nothing"
+        raise LayoutError(f"layer {name!r}: expected a tensor or a pair of tensors, got {kinds}")
     return tensors
 
 
 def checked_caches(kv_caches: KVCaches) -> dict[str, LayerCache]:
     """Return `kv_caches`, tensors by layer name, as a new dict. LayoutError if a tensor cannot hold a KV cache."""
-    if (found := tensors_in(kv_caches)) is not None:
+    if (unnamed := tensors_in(kv_caches)) is not None:
         hint = '{f"layers.{index}": tensor for index, tensor in enumerate(kv_caches)}'
-        raise LayoutError(f"kv_caches: expected a dict of tensors by layer name, got {found}: write {hint}")
+        raise LayoutError(f"kv_caches: expected a dict of tensors by layer name, got {unnamed}: write {hint}")
     layers: dict[str, Any] = dict(checks.mapping(kv_caches, "kv_caches", error=LayoutError))
     if not 0 < len(layers) <= LAYERS_MAX:
         raise LayoutError(f"kv_caches: expected at least one layer and at most {LAYERS_MAX}, got {len(layers)}")
@@ -95,8 +95,8 @@ def tensors_in(kv_caches: object) -> str | None:
     if try_call(partial(hasattr, kv_caches, "element_size")):
         return f"a {type(kv_caches).__name__}"
     if isinstance(kv_caches, list | tuple) and any(
-        try_call(partial(hasattr, one, "element_size")) or (isinstance(one, list | tuple) and tensors_in(one))
-        for one in kv_caches[:1]
+        try_call(partial(hasattr, item, "element_size")) or (isinstance(item, list | tuple) and tensors_in(item))
+        for item in kv_caches[:1]
     ):
         return f"a {type(kv_caches).__name__} of {len(kv_caches)}"
     return None
@@ -111,7 +111,7 @@ _UNSUPPORTED = ("is_nested", "is_quantized", "is_complex", "is_neg", "requires_g
 
 
 def _check_tensor(name: str, tensor: TensorLike) -> None:
-    unfit = next((what for what in _UNSUPPORTED if try_call(partial(_has_flag, tensor, what))), None)
+    unfit = next((flag for flag in _UNSUPPORTED if try_call(partial(_has_flag, tensor, flag))), None)
     if unfit is not None:
         raise LayoutError(f"layer {name!r}: cannot hold a KV cache: {unfit} is true of its tensor")
     memory_layout = try_call(lambda: str(getattr(tensor, "layout", _DENSE_LAYOUT)))
@@ -142,14 +142,14 @@ class TensorAddresses:
     """
 
     def __init__(self, layers: Iterable[tuple[str, LayerCache]]) -> None:
-        found: dict[int, tuple[str, TensorLike]] = {}
+        tensors_by_id: dict[int, tuple[str, TensorLike]] = {}
         for name, layer in layers:
-            for at, tensor in enumerate(tensors_of(name, layer)):
-                shown = repr(name) if tensor is layer else f"{name!r}[{at}]"
+            for index, tensor in enumerate(tensors_of(name, layer)):
+                shown = repr(name) if tensor is layer else f"{name!r}[{index}]"
                 if try_call(partial(_address, tensor)):
-                    found.setdefault(id(tensor), (shown, tensor))
-        self._names = [name for name, _ in found.values()]
-        self.tensors = [tensor for _, tensor in found.values()]
+                    tensors_by_id.setdefault(id(tensor), (shown, tensor))
+        self._names = [name for name, _ in tensors_by_id.values()]
+        self.tensors = [tensor for _, tensor in tensors_by_id.values()]
         self.registered: list[int] = list(map(GET_ADDRESS, self.tensors))
         """Address of each of `tensors` when the cache was registered."""
 
@@ -178,7 +178,7 @@ def _address(tensor: TensorLike) -> int:
     return tensor.data_ptr()
 
 
-def _has_flag(tensor: TensorLike, what: str) -> bool:
-    """Return True if the attribute `what` of the tensor is true or, if it is a method, returns a true value."""
-    said = getattr(tensor, what, False)
-    return bool(said() if callable(said) else said)
+def _has_flag(tensor: TensorLike, flag: str) -> bool:
+    """Return True if the attribute `flag` of the tensor is true or, if it is a method, returns a true value."""
+    value = getattr(tensor, flag, False)
+    return bool(value() if callable(value) else value)

@@ -113,7 +113,6 @@ class BlockMap:
         local_shard: Shard = WHOLE,
         remote_shard: Shard = WHOLE,
     ) -> None:
-        ours, theirs = _same_parts(local, remote)
         self.local_set, self.local_group, self.remote_group = local_set, local_group, remote_group
         self.group_pair = (local_group, remote_group)
         self.local_shard, self.remote_shard = local_shard, remote_shard
@@ -135,11 +134,11 @@ class BlockMap:
         read."""
         self.opaque = opaque
         self.heads = heads
-        self.local, self.remote = ours, theirs
-        self.chunk_tokens = min(ours.block.tokens, theirs.block.tokens)
-        self.local_tokens = ours.block.tokens * local_shard.ranks
+        self.local, self.remote = _same_planes(local, remote)
+        self.chunk_tokens = min(self.local.block.tokens, self.remote.block.tokens)
+        self.local_tokens = self.local.block.tokens * local_shard.ranks
         """Number of tokens that a local block id stands for."""
-        self._rows = _rows(ours, theirs, heads, self.layer_pairs)
+        self._rows = _rows(self.local, self.remote, heads, self.layer_pairs)
         self.region_maps: Callable[[int], tuple[RegionMap, ...]] = lru_cache(_TAILS_MAX)(self._make_region_maps)
 
     @property
@@ -150,16 +149,16 @@ class BlockMap:
     def _make_region_maps(self, tokens: int) -> tuple[RegionMap, ...]:
         if self.opaque and tokens != self.chunk_tokens:  # an opaque block has no known places of tokens
             return self.region_maps(self.chunk_tokens)
-        ours, theirs = self.local.block, self.remote.block
-        local_offsets, remote_offsets, size = _pieces(ours, theirs, tokens, self.heads.heads)
+        local_block, remote_block = self.local.block, self.remote.block
+        local_offsets, remote_offsets, size = _pieces(local_block, remote_block, tokens, self.heads.heads)
         rows = self._rows
         sizes = np.full(rows.shape[1], size, dtype=np.int64)
         if len(local_offsets) == 1:
             rows, sizes = _fuse(rows, size)
         keys = zip(rows[1].tolist(), rows[3].tolist(), sizes.tolist(), strict=True)
         groups = []
-        for stride, their_stride, piece_size in sorted(set(keys)):  # np.unique imports numpy.ma, 80 ms at first
-            chosen = (rows[1] == stride) & (rows[3] == their_stride) & (sizes == piece_size)
+        for stride, remote_stride, piece_size in sorted(set(keys)):  # np.unique imports numpy.ma, 80 ms at first
+            chosen = (rows[1] == stride) & (rows[3] == remote_stride) & (sizes == piece_size)
             # Tails share the bases if they can: a rank may have a thousand peers, each with tails of many lengths.
             bases = rows[::2] if rows is self._rows and chosen.all() else rows[::2, chosen]
             groups.append(
@@ -167,9 +166,9 @@ class BlockMap:
                     local_bases=bases[0],
                     remote_bases=bases[1],
                     local_stride=stride,
-                    remote_stride=their_stride,
-                    local_step=self.chunk_tokens * ours.token_stride,
-                    remote_step=self.chunk_tokens * theirs.token_stride,
+                    remote_stride=remote_stride,
+                    local_step=self.chunk_tokens * local_block.token_stride,
+                    remote_step=self.chunk_tokens * remote_block.token_stride,
                     local_offsets=local_offsets,
                     remote_offsets=remote_offsets,
                     piece_size=piece_size,
@@ -182,9 +181,9 @@ class BlockMap:
         return tuple(groups)
 
 
-def _same_parts(local: Regions, remote: Regions) -> tuple[Regions, Regions]:
-    """Return `local` and `remote` with equal `Regions.parts`: if only one has K and V fused, its regions are split."""
-    if local.parts == remote.parts:
+def _same_planes(local: Regions, remote: Regions) -> tuple[Regions, Regions]:
+    """Return `local` and `remote` with equal `Regions.planes`: if only one has K and V fused, its regions are split."""
+    if local.planes == remote.planes:
         return local, remote
     return split_fused(local), split_fused(remote)
 
@@ -194,7 +193,7 @@ def split_fused(regions: Regions) -> Regions:
 
     Return `regions` unchanged if K and V are not fused.
     """
-    if regions.parts != ("KV",):
+    if regions.planes != ("KV",):
         return regions
     half = regions.block.run // 2
     return replace(
@@ -202,17 +201,17 @@ def split_fused(regions: Regions) -> Regions:
         bases=np.stack((regions.bases, regions.bases + np.uint64(half)), axis=1).ravel(),
         strides=np.repeat(regions.strides, 2),
         block=regions.block._replace(run=half),
-        parts=("K", "V"),
+        planes=("K", "V"),
     )
 
 
-def regions_of(layers: Sequence[int], parts: int) -> Int64Array:
+def regions_of(layers: Sequence[int], planes: int) -> Int64Array:
     """Return the indices, in a `Regions`, of all regions of the layers at positions `layers`.
 
-    Each layer has `parts` consecutive regions, such as K and V.
+    Each layer has `planes` consecutive regions, such as K and V.
     """
-    found: Int64Array = (np.array(layers, dtype=np.int64)[:, None] * parts + np.arange(parts)).ravel()
-    return found
+    indices: Int64Array = (np.array(layers, dtype=np.int64)[:, None] * planes + np.arange(planes)).ravel()
+    return indices
 
 
 def _rows(local: Regions, remote: Regions, heads: HeadSource, places: Sequence[tuple[int, int]]) -> Int64Array:
@@ -221,13 +220,13 @@ def _rows(local: Regions, remote: Regions, heads: HeadSource, places: Sequence[t
     `places`: (local position, remote position) of each layer to read. A base is the address of the first head to read.
     Columns are ordered by local address. If layers share a local region, only the first layer has a column for it.
     """
-    ours_at = regions_of([ours for ours, _ in places], len(local.parts))
-    theirs_at = regions_of([theirs for _, theirs in places], len(local.parts))
+    local_at = regions_of([place for place, _ in places], len(local.planes))
+    remote_at = regions_of([place for _, place in places], len(local.planes))
     # Layers may share a tensor: Gemma 3n's last layers, once read for each layer's name, were 1.75 times the bytes.
-    first = np.array(local.first_at_address)[ours_at] == ours_at
-    ours_at, theirs_at = ours_at[first], theirs_at[first]
+    first = np.array(local.first_at_address)[local_at] == local_at
+    local_at, remote_at = local_at[first], remote_at[first]
     rows = np.array(
-        (local.bases[ours_at], local.strides[ours_at], remote.bases[theirs_at], remote.strides[theirs_at]),
+        (local.bases[local_at], local.strides[local_at], remote.bases[remote_at], remote.strides[remote_at]),
         dtype=np.int64,
     )
     rows[0] += heads.local_start * local.block.head_stride
@@ -235,25 +234,25 @@ def _rows(local: Regions, remote: Regions, heads: HeadSource, places: Sequence[t
     return np.ascontiguousarray(rows[:, np.argsort(rows[0], kind="stable")])
 
 
-def _pieces(ours: BlockShape, theirs: BlockShape, tokens: int, heads: int) -> tuple[Int64Array, Int64Array, int]:
+def _pieces(local: BlockShape, remote: BlockShape, tokens: int, heads: int) -> tuple[Int64Array, Int64Array, int]:
     """Split `tokens` tokens of `heads` heads into pieces that are contiguous in a local and in a remote block.
 
-    `ours`, `theirs`: shape of a local and of a remote block. Return the pieces' local offsets, remote offsets, and
-    common size, in bytes. A piece is one head of one token or, where these are contiguous in both blocks, all tokens of
-    a head, all heads of a token, or everything.
+    `local`, `remote`: shapes of the two blocks. Return the pieces' local offsets, remote offsets, and common size, in
+    bytes. A piece is one head of one token or, where these are contiguous in both blocks, all tokens of a head, all
+    heads of a token, or everything.
     """
-    size = ours.run
-    axes = [(tokens, ours.token_stride, theirs.token_stride), (heads, ours.head_stride, theirs.head_stride)]
+    size = local.run
+    axes = [(tokens, local.token_stride, remote.token_stride), (heads, local.head_stride, remote.head_stride)]
     axes = [axis for axis in axes if axis[0] > 1]
     while joined := [axis for axis in axes if axis[1] == axis[2] == size]:
         axes.remove(joined[0])
         size *= joined[0][0]
-    local = remote = np.zeros(1, dtype=np.int64)
-    for count, our_stride, their_stride in sorted(axes, key=lambda axis: -axis[1]):  # so local offsets ascend
+    local_offsets = remote_offsets = np.zeros(1, dtype=np.int64)
+    for count, local_stride, remote_stride in sorted(axes, key=lambda axis: -axis[1]):  # so local offsets ascend
         steps = np.arange(count, dtype=np.int64)
-        local = (local[:, None] + steps * our_stride).ravel()
-        remote = (remote[:, None] + steps * their_stride).ravel()
-    return local, remote, size
+        local_offsets = (local_offsets[:, None] + steps * local_stride).ravel()
+        remote_offsets = (remote_offsets[:, None] + steps * remote_stride).ravel()
+    return local_offsets, remote_offsets, size
 
 
 def _fuse(rows: Int64Array, size: int) -> tuple[Int64Array, Int64Array]:

@@ -87,7 +87,7 @@ class Descriptors:
             size_bytes=self.size_bytes + other.size_bytes,
         )
 
-    def part(self, start: int, stop: int, size_bytes: int) -> Descriptors:
+    def cut(self, start: int, stop: int, size_bytes: int) -> Descriptors:
         """Return the reads with indices from `start` to before `stop`. `size_bytes`: the sum of their sizes."""
         return Descriptors(self.table[:, start:stop], size_bytes, self.local_device, self.remote_device)
 
@@ -106,8 +106,8 @@ def check_block_ids(block_ids: Sequence[int], *, num_blocks: int, what: str) -> 
     `what` begins the message, which names a wrong id.
     """
     if type(block_ids) in (list, tuple) and len(block_ids) > num_blocks:  # before any id is looked at
-        given = counted(len(block_ids), "block id")
-        raise RequestError(f"{what}: {given}, but the cache has {counted(num_blocks, 'block')}")
+        cache_has = f"the cache has {counted(num_blocks, 'block')}"
+        raise RequestError(f"{what}: {counted(len(block_ids), 'block id')}, but {cache_has}")
     if type(block_ids) in (list, tuple) and len(block_ids) >= _MANY:
         return _check_many_ids(block_ids, num_blocks, what)
     if type(block_ids) in (list, tuple) and set(map(type, block_ids)) <= {int}:
@@ -150,17 +150,17 @@ def _check_id_array(block_ids: Sequence[int] | BlockIds, num_blocks: int, what: 
 class Chunks:
     """Chunks of tokens to read. A chunk is as many tokens as a block has on the side with the smaller blocks.
 
-    Chunk i is read from chunk `remote_parts[i]` within remote block `remote_ids[i]`, and lands in chunk
-    `local_parts[i]` within local block `local_ids[i]`.
+    Chunk i is read from chunk `remote_chunks[i]` within remote block `remote_ids[i]`, and lands in chunk
+    `local_chunks[i]` within local block `local_ids[i]`.
     """
 
     local_ids: BlockIds
-    local_parts: Int64Array | None
+    local_chunks: Int64Array | None
     """Index of each chunk within its local block; None if a local block is a single chunk."""
     remote_ids: BlockIds
     """Remote block of each chunk. In the result of `match_chunks`: the block's position among the offered blocks, from
     0, the same for all ranks of the producer. In the result of `locate`: the block id on one rank."""
-    remote_parts: Int64Array | None
+    remote_chunks: Int64Array | None
     """Index of each chunk within its remote block; None if a remote block is a single chunk."""
     tokens: int
     """Number of tokens to read from the start of each chunk."""
@@ -179,12 +179,12 @@ class Chunks:
 
     def select(self, index: slice | Int64Array) -> Chunks:
         """Return the chunks at the indices `index`."""
-        ours, theirs = self.local_parts, self.remote_parts
+        local_chunks, remote_chunks = self.local_chunks, self.remote_chunks
         return Chunks(
             self.local_ids[index],
-            None if ours is None else ours[index],
+            None if local_chunks is None else local_chunks[index],
             self.remote_ids[index],
-            None if theirs is None else theirs[index],
+            None if remote_chunks is None else remote_chunks[index],
             self.tokens,
             self.first,
             None if self.numbers is None else self.numbers[index],
@@ -209,9 +209,9 @@ class Chunks:
 
         `block_ids`: the ids that one rank of the producer has for the offered blocks.
         """
-        ours, theirs = self.local_parts, self.remote_parts
+        local_chunks, remote_chunks = self.local_chunks, self.remote_chunks
         remote_ids = block_ids[self.remote_ids]
-        return Chunks(self.local_ids, ours, remote_ids, theirs, self.tokens, self.first, self.numbers)
+        return Chunks(self.local_ids, local_chunks, remote_ids, remote_chunks, self.tokens, self.first, self.numbers)
 
 
 def match_chunks(
@@ -249,49 +249,51 @@ def match_chunks(
     if not len(local_ids):
         return ()
     size = min(local_block_size, remote_block_size)
-    our_held, their_held = local_block_size // size, remote_block_size // size
+    local_held, remote_held = local_block_size // size, remote_block_size // size
     local_block_size, remote_block_size = local_block_size * local_shard.ranks, remote_block_size * remote_shard.ranks
     # An engine may offer full blocks only. Blocks of a window end with the prompt's last token, however few they are.
     tokens = min(num_tokens, offered * remote_block_size) if whole else num_tokens
     first_block = -(-tokens // local_block_size) - len(local_ids)
     if first_block < 0:
         offer = f"{counted(tokens, 'token')} in {counted(offered, 'block')} of {remote_block_size}"
-        given = f"{counted(len(local_ids), 'local block')} of {counted(local_block_size, 'token')}"
-        raise RequestError(f"{what}: {given}, but the offer has only {offer}")
+        blocks = f"{counted(len(local_ids), 'local block')} of {counted(local_block_size, 'token')}"
+        raise RequestError(f"{what}: {blocks}, but the offer has only {offer}")
     first_offered = 0 if whole else max(-(-tokens // remote_block_size) - offered, 0)
     start_token = max(first_block * local_block_size, first_offered * remote_block_size)
     needed = max(first_block * local_block_size, needed_from)
     if start_token > needed:
         raise RequestError(f"{what}: tokens from {needed} on are needed, only those from {start_token} on are offered")
-    ours, theirs = local_block_size // size, remote_block_size // size
+    local_ratio, remote_ratio = local_block_size // size, remote_block_size // size
     first, full, tail = start_token // size, tokens // size, tokens % size
-    found = []
+    chunks = []
     for start, stop, length in ((first, full, size), (full, full + 1, tail)):
         if stop > start and length:
             chunk = np.arange(start, stop, dtype=np.int64)
-            local_at, local_parts = (chunk, None) if ours == 1 else np.divmod(chunk, ours)
-            remote_at, remote_parts = (chunk, None) if theirs == 1 else np.divmod(chunk, theirs)
+            local_at, local_chunks = (chunk, None) if local_ratio == 1 else np.divmod(chunk, local_ratio)
+            remote_at, remote_chunks = (chunk, None) if remote_ratio == 1 else np.divmod(chunk, remote_ratio)
             remote_at = remote_at - first_offered if first_offered else remote_at
-            found.append(Chunks(local_ids[local_at - first_block], local_parts, remote_at, remote_parts, length, start))
+            chunks.append(
+                Chunks(local_ids[local_at - first_block], local_chunks, remote_at, remote_chunks, length, start)
+            )
     if local_shard.ranks * remote_shard.ranks > 1:
-        found = [_on_both_ranks(some, our_held, local_shard, their_held, remote_shard) for some in found]
-        found = [some for some in found if len(some)]
-    return tuple(found)
+        chunks = [_on_both_ranks(some, local_held, local_shard, remote_held, remote_shard) for some in chunks]
+        chunks = [some for some in chunks if len(some)]
+    return tuple(chunks)
 
 
-def _on_both_ranks(chunks: Chunks, our_held: int, ours: Shard, their_held: int, theirs: Shard) -> Chunks:
+def _on_both_ranks(chunks: Chunks, local_held: int, local: Shard, remote_held: int, remote: Shard) -> Chunks:
     """Return those of `chunks`, which follow each other in the prompt, that the shards of both ranks hold.
 
-    `our_held`, `their_held`: number of chunks of a block that one rank holds. In the result, parts are indexes within
-    the chunks that the rank holds.
+    `local_held`, `remote_held`: number of chunks of a block that one rank holds. In the result, `local_chunks` and
+    `remote_chunks` count only the chunks that the rank holds.
     """
     numbers = np.arange(chunks.first, chunks.first + len(chunks), dtype=np.int64)
-    held = (numbers // our_held % ours.ranks == ours.rank) & (numbers // their_held % theirs.ranks == theirs.rank)
-    found, numbers = chunks.select(np.flatnonzero(held)), numbers[held]
+    held = (numbers // local_held % local.ranks == local.rank) & (numbers // remote_held % remote.ranks == remote.rank)
+    held_chunks, numbers = chunks.select(np.flatnonzero(held)), numbers[held]
     return replace(
-        found,
-        local_parts=None if our_held == 1 else numbers % our_held,
-        remote_parts=None if their_held == 1 else numbers % their_held,
+        held_chunks,
+        local_chunks=None if local_held == 1 else numbers % local_held,
+        remote_chunks=None if remote_held == 1 else numbers % remote_held,
         first=int(numbers[0]) if len(numbers) else chunks.first,
         numbers=numbers,
     )
@@ -313,10 +315,10 @@ def _plan_region_map(pairs: RegionMap, chunks: Chunks, last: Piece | None) -> De
     Chunks that follow each other on both sides are joined if each is one piece.
     """
     local, remote = chunks.local_ids * pairs.local_stride, chunks.remote_ids * pairs.remote_stride
-    if chunks.local_parts is not None:
-        local += chunks.local_parts * pairs.local_step
-    if chunks.remote_parts is not None:
-        remote += chunks.remote_parts * pairs.remote_step
+    if chunks.local_chunks is not None:
+        local += chunks.local_chunks * pairs.local_step
+    if chunks.remote_chunks is not None:
+        remote += chunks.remote_chunks * pairs.remote_step
     count, size = len(local), pairs.piece_size
     first_rows = pairs.rows() if pairs.first_rows is None else pairs.first_rows
     _, regions, _, pieces, _ = first_rows.shape
@@ -401,24 +403,24 @@ def read_few(pairs: RegionMap | None, blocks: Sequence[tuple[int, int]], last: P
     assert pairs is not None, "only for blocks that small_load_map accepts"
     assert pairs.first_rows is not None, "so these are kept"
     local_stride, remote_stride, size = pairs.local_stride, pairs.remote_stride, pairs.piece_size
-    ours, theirs, sizes = list[int](), list[int](), list[int]()
+    local_starts, remote_starts, sizes = list[int](), list[int](), list[int]()
     local_end = remote_end = -1
-    for theirs_at, ours_at in blocks:
-        local, remote = ours_at * local_stride, theirs_at * remote_stride
+    for remote_id, local_id in blocks:
+        local, remote = local_id * local_stride, remote_id * remote_stride
         if local == local_end and remote == remote_end:
             sizes[-1] += size
         else:
-            ours.append(local)
-            theirs.append(remote)
+            local_starts.append(local)
+            remote_starts.append(remote)
             sizes.append(size)
         local_end, remote_end = local + size, remote + size
-    regions, runs, size_bytes = len(pairs.local_bases), len(ours), len(blocks) * pairs.chunk_size_bytes
+    regions, runs, size_bytes = len(pairs.local_bases), len(local_starts), len(blocks) * pairs.chunk_size_bytes
     rows = regions * runs
     table = np.empty((2, rows if last is None else rows + 1, 3), dtype=np.int64)
     grid = table[:, :rows].reshape(2, regions, runs, 1, 3)  # a view: only an axis is split
     grid[:] = pairs.first_rows
-    grid[0, :, :, 0, 0] += ours
-    grid[1, :, :, 0, 0] += theirs
+    grid[0, :, :, 0, 0] += local_starts
+    grid[1, :, :, 0, 0] += remote_starts
     if runs < len(blocks):
         grid[:, :, :, 0, 1] = sizes
     if last is not None:

@@ -25,27 +25,27 @@ class RankPlan(NamedTuple):
     """The producer's ranks that the local rank reads from or reports to."""
 
 
-def plan_ranks(ours: Sequence[CacheShare], parallelism: Parallelism, dp_rank: int, ranks_max: int) -> RankPlan:
+def plan_ranks(local: Sequence[CacheShare], parallelism: Parallelism, dp_rank: int, ranks_max: int) -> RankPlan:
     """Return which ranks of replica `dp_rank` of a producer's engine a load has to reach.
 
-    `ours`: cache shares of the local rank. `parallelism`: that of the producer's engine, from a ticket. A load that has
+    `local`: cache shares of the local rank. `parallelism`: that of the producer's engine, by a ticket. A load that has
     to reach more than `ranks_max` ranks is `impossible`; ranks are counted before they are listed, because a forged
     ticket can claim a million ranks. A ticket states block size and numbers of heads of each kind of layers
     (`Parallelism.kinds`), but not the layers. So each local cache share is planned against every compatible kind, and
     some of the returned ranks may have nothing to read. Layers of a draft model are left out, because the producer may
     lack them.
     """
-    stages = stages_max(ours)
+    stages = stages_max(local)
     if parallelism.pp_size > stages:
         layers = counted(stages, "layer")
         return RankPlan(f"pp_size {parallelism.pp_size}, but the model has {layers}: each stage has one", (), ())
     problems: list[str] = []
     tp_ranks: set[int] = set()
-    for mine in model_shares(ours):
-        theirs = [msgspec.structs.replace(mine, tp_rank=0, pp_rank=0, **kind) for kind in parallelism.kinds]
-        unlike = [differences((mine,), (other,)) for other in theirs]
-        for other, found in zip(theirs, unlike, strict=True):
-            if not found:
+    for mine in model_shares(local):
+        candidates = [msgspec.structs.replace(mine, tp_rank=0, pp_rank=0, **kind) for kind in parallelism.kinds]
+        unlike = [differences((mine,), (other,)) for other in candidates]
+        for other, problem in zip(candidates, unlike, strict=True):
+            if not problem:
                 tp_ranks |= {source.tp_rank for source in sources_of(mine, other)}
         if all(unlike):
             problems += unlike[0]

@@ -24,11 +24,13 @@ def check_not_beyond(
     """
     for group, ids in zip(groups, tables, strict=True):
         size = group.block_size
-        first, filled = cached_tokens // size if group.whole else 0, -(-tokens // size)
-        if len(ids) and first + len(ids) > filled:
-            places = f"for tokens {first * size} to {(first + len(ids)) * size} (cached_tokens {cached_tokens})"
-            given = f"{counted(len(ids), 'local block')}{_of(groups, group)} of {counted(size, 'token')}"
-            raise RequestError(f"{what}: {given}, {places}, but {which} fill {filled}")
+        first_block, filled = cached_tokens // size if group.whole else 0, -(-tokens // size)
+        if len(ids) and first_block + len(ids) > filled:
+            places = (
+                f"for tokens {first_block * size} to {(first_block + len(ids)) * size} (cached_tokens {cached_tokens})"
+            )
+            blocks = f"{counted(len(ids), 'local block')}{_of(groups, group)} of {counted(size, 'token')}"
+            raise RequestError(f"{what}: {blocks}, {places}, but {which} fill {filled}")
 
 
 def check_blocks_match(
@@ -64,21 +66,23 @@ def check_blocks_match(
     offer = f"the {counted(tokens, 'token')} that {producer} offers"
     for group, ids in zip(groups, tables, strict=True):
         size, count = group.block_size, len(ids)
-        first, end = cached_tokens // size, -(-tokens // size)
-        given = f"{what}: {counted(count, 'local block')}{_of(groups, group)} of {counted(size, 'token')}"
+        first_block, end = cached_tokens // size, -(-tokens // size)
+        blocks = f"{what}: {counted(count, 'local block')}{_of(groups, group)} of {counted(size, 'token')}"
         # Without this check the last blocks of a longer offer would be read in silence.
-        if group.whole and count and first + count != end:
-            places = f"for tokens {first * size} to {(first + count) * size} (cached_tokens {cached_tokens})"
-            raise kind(f"{given}, {places}, but {offer} fill {end}")
+        if group.whole and count and first_block + count != end:
+            places = (
+                f"for tokens {first_block * size} to {(first_block + count) * size} (cached_tokens {cached_tokens})"
+            )
+            raise kind(f"{blocks}, {places}, but {offer} fill {end}")
         if group.whole and not count and not tokens <= cached_tokens <= end * size:
             cached = counted(cached_tokens, "token")
-            raise kind(f"{given}, with {cached} cached, but {offer} fill {counted(end, 'block')}")
+            raise kind(f"{blocks}, with {cached} cached, but {offer} fill {counted(end, 'block')}")
         if group.kind is GroupKind.STATE and count > min(tokens, 1):
-            raise RequestError(f"{given}, but {offer} have {min(tokens, 1)}")
+            raise RequestError(f"{blocks}, but {offer} have {min(tokens, 1)}")
         if group.whole or group.kind is GroupKind.STATE or not count:
             continue
         if count > end:
-            raise RequestError(f"{given}, but {offer} have {end}")
+            raise RequestError(f"{blocks}, but {offer} have {end}")
         # An offer of other tokens has as many blocks of a window, so only another group or the caller can tell.
         known = not all(size % other for other in whole) or (
             expected_tokens is not None and -(-expected_tokens // size) == end
@@ -86,7 +90,7 @@ def check_blocks_match(
         if not known:
             said = "num_tokens is not given" if expected_tokens is None else f"the caller expects {expected_tokens}"
             raise kind(
-                f"{given} end where the prompt does, but {said}, and {producer} offers {counted(tokens, 'token')}"
+                f"{blocks} end where the prompt does, but {said}, and {producer} offers {counted(tokens, 'token')}"
             )
 
 

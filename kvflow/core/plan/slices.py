@@ -34,8 +34,8 @@ def plan_slices(
     for block_map, some in reads:
         groups = block_map.region_maps(some.tokens)
         if len(some) > 1:
-            parts = some.remote_parts
-            keys = some.remote_ids if parts is None else some.remote_ids * (1 << 32) + parts
+            within = some.remote_chunks
+            keys = some.remote_ids if within is None else some.remote_ids * (1 << 32) + within
             short = len(some) > _MANY and keys.max() < 1 << 16  # numpy sorts 16-bit keys by radix, ten times as fast
             order = keys.astype(np.uint16).argsort(kind="stable") if short else keys.argsort()  # keys are distinct
             some = some.select(order)  # by address in the peer's memory
@@ -57,9 +57,9 @@ def plan_slices(
                 yield plan
             else:
                 count = len(plan) - 1
-                rest = plan.part(0, count, plan.size_bytes - last.size_bytes)
+                rest = plan.cut(0, count, plan.size_bytes - last.size_bytes)
                 slices = cut_slices(rest, bytes_max=bytes_max, descriptors_max=descriptors_max)
-                yield next(slices).join(plan.part(count, count + 1, last.size_bytes))
+                yield next(slices).join(plan.cut(count, count + 1, last.size_bytes))
                 yield from slices
             last = None
 
@@ -80,7 +80,7 @@ def cut_slices(descriptors: Descriptors, *, bytes_max: int, descriptors_max: int
         step = max(min(bytes_max // size, descriptors_max), 1)
         for start in range(0, count, step):
             stop = min(start + step, count)
-            yield pieces.part(start, stop, (stop - start) * size)
+            yield pieces.cut(start, stop, (stop - start) * size)
         return
     ends = sizes.cumsum()
     start, done_bytes = 0, 0
@@ -88,7 +88,7 @@ def cut_slices(descriptors: Descriptors, *, bytes_max: int, descriptors_max: int
         stop = int(ends.searchsorted(np.uint64(done_bytes + bytes_max), side="right"))
         stop = min(max(stop, start + 1), start + descriptors_max)
         end_bytes = int(ends[stop - 1])
-        yield pieces.part(start, stop, end_bytes - done_bytes)
+        yield pieces.cut(start, stop, end_bytes - done_bytes)
         start, done_bytes = stop, end_bytes
 
 

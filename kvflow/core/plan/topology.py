@@ -40,7 +40,7 @@ from kvflow.checks import counted, first_few
 from kvflow.config import RANKS_MAX, Config
 from kvflow.core.bounds import Count, Fact, Layers, RankCount, RankIndex, Size
 from kvflow.core.cache.layout import PLAIN, CacheLayout
-from kvflow.core.cache.state import StatePart
+from kvflow.core.cache.state import SegmentLayout
 from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER
 from kvflow.errors import LayoutError
 
@@ -157,7 +157,7 @@ class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cache_share_of(
-    layout: CacheLayout | StatePart,
+    layout: CacheLayout | SegmentLayout,
     config: Config,
     *,
     model_kv_heads: int | None,
@@ -181,7 +181,7 @@ def cache_share_of(
         dtype=layout.dtype,
         kv_format=layout.kv_format,
         group=group,
-        part=layout.name if isinstance(layout, StatePart) else "",
+        part=layout.name if isinstance(layout, SegmentLayout) else "",
         sharded=sharded,
     )
 
@@ -211,7 +211,7 @@ def model_shares(shares: Sequence[CacheShare]) -> Sequence[CacheShare]:
 def parallelism_of(shares: Sequence[CacheShare]) -> Parallelism:
     """Return the parallelism of an engine. `shares`: all cache shares of one rank, no matter which."""
     first = shares[0]
-    kinds = dict.fromkeys((one.block_size, one.kv_heads, one.model_kv_heads) for one in model_shares(shares))
+    kinds = dict.fromkeys((share.block_size, share.kv_heads, share.model_kv_heads) for share in model_shares(shares))
     return Parallelism(first.tp_size, first.pp_size, *next(iter(kinds)), tuple(kinds)[1:], first.sharded)
 
 
@@ -237,25 +237,25 @@ class ReportShare(NamedTuple):
     denominator: int
 
 
-def kv_heads_of_model(ours: CacheShare, theirs: CacheShare) -> int:
+def kv_heads_of_model(local: CacheShare, remote: CacheShare) -> int:
     """Return the number of the model's KV heads; 1 for MLA, because every rank holds the whole latent vector.
 
-    `ours`, `theirs`: cache share of a local rank and of a producer's rank. If neither states the number, return the
+    `local`, `remote`: cache share of a local rank and of a producer's rank. If neither states the number, return the
     smaller of the two `kv_head_slots`. If both sides have more ranks than the model has heads, this is too large, but
     it is a multiple of the number, and the planned reads are the same.
     """
-    if ours.latent:
+    if local.latent:
         return 1
-    return ours.model_kv_heads or theirs.model_kv_heads or min(ours.kv_head_slots, theirs.kv_head_slots)
+    return local.model_kv_heads or remote.model_kv_heads or min(local.kv_head_slots, remote.kv_head_slots)
 
 
-def stages_max(ours: Sequence[CacheShare]) -> int:
+def stages_max(local: Sequence[CacheShare]) -> int:
     """Return an upper bound of the number of pipeline stages that an engine with the local model can have.
 
-    `ours`: cache shares of the local rank. The bound is the number of layers or, if the local engine has several stages
-    and the rank does not know all layers, RANKS_MAX.
+    `local`: cache shares of the local rank. The bound is the number of layers or, if the local engine has several
+    stages and the rank does not know all layers, RANKS_MAX.
     """
-    return len({layer for share in ours for layer in share.layers}) if ours[0].pp_size == 1 else RANKS_MAX
+    return len({layer for share in local for layer in share.layers}) if local[0].pp_size == 1 else RANKS_MAX
 
 
 def heads_held(share: CacheShare, kv_heads: int) -> range:
@@ -265,66 +265,66 @@ def heads_held(share: CacheShare, kv_heads: int) -> range:
 
 def layers_of(shares: Sequence[CacheShare]) -> dict[str, tuple[int, ...]]:
     """Return a rank's layer indices by segment name; the key "" stands for layers with a KV cache."""
-    found: dict[str, tuple[int, ...]] = {}
+    layers: dict[str, tuple[int, ...]] = {}
     for share in shares:
-        found[share.part] = found.get(share.part, ()) + share.layers
-    return found
+        layers[share.part] = layers.get(share.part, ()) + share.layers
+    return layers
 
 
 def common_shares(
-    ours: Sequence[CacheShare], theirs: Sequence[CacheShare]
+    local: Sequence[CacheShare], remote: Sequence[CacheShare]
 ) -> Iterator[tuple[int, int, CacheShare, CacheShare]]:
     """Yield the pairs of a local rank's and a producer rank's cache shares that have a layer in common.
 
-    Each is (index in `ours`, index in `theirs`, local share, remote share).
+    Each is (index in `local`, index in `remote`, local share, remote share).
     """
-    for at, mine in enumerate(ours):
-        for where, other in enumerate(theirs):
+    for index, mine in enumerate(local):
+        for remote_index, other in enumerate(remote):
             if mine.part == other.part and not set(mine.layers).isdisjoint(other.layers):
-                yield at, where, mine, other
+                yield index, remote_index, mine, other
 
 
-def differences(ours: Sequence[CacheShare], theirs: Sequence[CacheShare]) -> list[str]:
+def differences(local: Sequence[CacheShare], remote: Sequence[CacheShare]) -> list[str]:
     """Return why no load between two ranks is possible, as texts "field: ours X, theirs Y"; [] if a load is possible.
 
-    `ours`, `theirs`: all cache shares of the local rank and of the producer's.
+    `local`, `remote`: all cache shares of the local rank and of the producer's.
     """
-    pairs = [pair[2:] for pair in common_shares(ours, theirs)] or [(ours[0], theirs[0])]
-    found = [_divisibility_problem("tp_size", ours[0].tp_size, theirs[0].tp_size)]
-    found += (_divisibility_problem("block_size", mine.held_tokens, other.held_tokens) for mine, other in pairs)
-    found += _layer_differences(ours, theirs)
-    found += (_head_difference(mine, other) for mine, other in pairs)
+    pairs = [pair[2:] for pair in common_shares(local, remote)] or [(local[0], remote[0])]
+    problems = [_divisibility_problem("tp_size", local[0].tp_size, remote[0].tp_size)]
+    problems += (_divisibility_problem("block_size", mine.held_tokens, other.held_tokens) for mine, other in pairs)
+    problems += _layer_differences(local, remote)
+    problems += (_head_difference(mine, other) for mine, other in pairs)
     for name in ("latent", "dtype", "kv_format"):
-        found += (_difference(name, getattr(mine, name), getattr(other, name)) for mine, other in pairs)
-    return [problem for problem in dict.fromkeys(found) if problem]
+        problems += (_difference(name, getattr(mine, name), getattr(other, name)) for mine, other in pairs)
+    return [problem for problem in dict.fromkeys(problems) if problem]
 
 
-def _difference(name: str, ours: object, theirs: object) -> str:
-    return "" if ours == theirs else f"{name}: ours {ours!r}, theirs {theirs!r}"
+def _difference(name: str, local: object, remote: object) -> str:
+    return "" if local == remote else f"{name}: ours {local!r}, theirs {remote!r}"
 
 
-def _divisibility_problem(name: str, ours: int, theirs: int) -> str:
-    return "" if _divides(ours, theirs) else f"{name}: ours {ours}, theirs {theirs}: neither divides the other"
+def _divisibility_problem(name: str, local: int, remote: int) -> str:
+    return "" if _divides(local, remote) else f"{name}: ours {local}, theirs {remote}: neither divides the other"
 
 
-def _layer_differences(ours: Sequence[CacheShare], theirs: Sequence[CacheShare]) -> Iterator[str]:
-    if ours[0].pp_size == theirs[0].pp_size == 1:
-        all_ours, all_theirs = layers_of(ours), layers_of(theirs)
-        for part in all_ours | all_theirs:
-            mine, other = all_ours.get(part, ()), all_theirs.get(part, ())
+def _layer_differences(local: Sequence[CacheShare], remote: Sequence[CacheShare]) -> Iterator[str]:
+    if local[0].pp_size == remote[0].pp_size == 1:
+        all_local, all_remote = layers_of(local), layers_of(remote)
+        for segment in all_local | all_remote:
+            mine, other = all_local.get(segment, ()), all_remote.get(segment, ())
             if apart := ({*mine} ^ {*other}) - layers_left_out(mine, other):
-                of_part, hint = f" with {part}" if part else "", _hint(apart, {*mine} & {*other})
-                yield f"layers{of_part}: ours {_layers_text(mine)}, theirs {_layers_text(other)}{hint}"
+                of_segment, hint = f" with {segment}" if segment else "", _hint(apart, {*mine} & {*other})
+                yield f"layers{of_segment}: ours {_layers_text(mine)}, theirs {_layers_text(other)}{hint}"
 
 
-def layers_left_out(ours: Collection[int], theirs: Collection[int]) -> frozenset[int]:
+def layers_left_out(local: Collection[int], remote: Collection[int]) -> frozenset[int]:
     """Return the layers of a draft model that only one side has, which loads leave out.
 
-    `ours`, `theirs`: layer indices of the two sides. Return none if they have no layer of the main model in common.
+    `local`, `remote`: layer indices of the two sides. Return none if they have no layer of the main model in common.
     """
-    if min({*ours} & {*theirs}, default=FIRST_DRAFT_LAYER) >= FIRST_DRAFT_LAYER:
+    if min({*local} & {*remote}, default=FIRST_DRAFT_LAYER) >= FIRST_DRAFT_LAYER:
         return frozenset()
-    return frozenset(layer for layer in {*ours} ^ {*theirs} if layer >= FIRST_DRAFT_LAYER)
+    return frozenset(layer for layer in {*local} ^ {*remote} if layer >= FIRST_DRAFT_LAYER)
 
 
 _HINT = (
@@ -343,17 +343,17 @@ def _hint(apart: Collection[int], common: Collection[int]) -> str:
     return _HINT if common and max(common) < min(apart) and max(apart) < FIRST_DRAFT_LAYER else ""
 
 
-def _head_difference(ours: CacheShare, theirs: CacheShare) -> str:
-    if ours.latent or theirs.latent:
+def _head_difference(local: CacheShare, remote: CacheShare) -> str:
+    if local.latent or remote.latent:
         return ""
-    if ours.model_kv_heads and theirs.model_kv_heads and ours.model_kv_heads != theirs.model_kv_heads:
-        return f"model's {_heads_word(ours)}: ours {ours.model_kv_heads}, theirs {theirs.model_kv_heads}"
-    heads = kv_heads_of_model(ours, theirs)
-    if _holds(ours, heads) and _holds(theirs, heads):
+    if local.model_kv_heads and remote.model_kv_heads and local.model_kv_heads != remote.model_kv_heads:
+        return f"model's {_heads_word(local)}: ours {local.model_kv_heads}, theirs {remote.model_kv_heads}"
+    heads = kv_heads_of_model(local, remote)
+    if _holds(local, heads) and _holds(remote, heads):
         return ""
-    ours_text, theirs_text = (f"{side.kv_heads} on each of {counted(side.tp_size, 'rank')}" for side in (ours, theirs))
-    of_model = f", where one side says that the model has {heads}" if ours_text == theirs_text else ""
-    return f"{_heads_word(ours)}: ours {ours_text}, theirs {theirs_text}{of_model}"
+    texts = tuple(f"{side.kv_heads} on each of {counted(side.tp_size, 'rank')}" for side in (local, remote))
+    of_model = f", where one side says that the model has {heads}" if texts[0] == texts[1] else ""
+    return f"{_heads_word(local)}: ours {texts[0]}, theirs {texts[1]}{of_model}"
 
 
 def _heads_word(share: CacheShare) -> str:
@@ -361,107 +361,108 @@ def _heads_word(share: CacheShare) -> str:
 
 
 @lru_cache(maxsize=4096)  # bounded, since the sizes are a ticket's, which may be forged (I8)
-def head_sources(tp_rank: int, tp_size: int, their_tp_size: int, kv_heads: int) -> tuple[HeadSource, ...]:
+def head_sources(tp_rank: int, tp_size: int, remote_tp_size: int, kv_heads: int) -> tuple[HeadSource, ...]:
     """Return the ranks of a producer that a reader reads from or reports to, with the heads to read, ordered by rank.
 
-    The reader is tensor-parallel rank `tp_rank` of `tp_size`, the producer has `their_tp_size` such ranks, and the
+    The reader is tensor-parallel rank `tp_rank` of `tp_size`, the producer has `remote_tp_size` such ranks, and the
     model `kv_heads` KV heads. `differences` must have accepted these sizes.
     """
     mine = _heads(tp_rank, tp_size, kv_heads)
-    holders = range(mine.start * their_tp_size // kv_heads, -(-mine.stop * their_tp_size // kv_heads))
-    found = []
-    for theirs in holders:
-        reporters, reading = _reporters(theirs, tp_size, their_tp_size, kv_heads)
+    holders = range(mine.start * remote_tp_size // kv_heads, -(-mine.stop * remote_tp_size // kv_heads))
+    sources = []
+    for holder in holders:
+        reporters, reading = _reporters(holder, tp_size, remote_tp_size, kv_heads)
         if tp_rank in reporters:
-            held = _heads(theirs, their_tp_size, kv_heads)
+            held = _heads(holder, remote_tp_size, kv_heads)
             start = max(mine.start, held.start)
             count = min(mine.stop, held.stop) - start if reading else 0
             starts = (start - mine.start, start - held.start) if reading else (0, 0)
-            found.append(HeadSource(theirs, *starts, count, len(reporters)))
-    return tuple(found)
+            sources.append(HeadSource(holder, *starts, count, len(reporters)))
+    return tuple(sources)
 
 
-def sources_of(ours: CacheShare, theirs: CacheShare) -> tuple[HeadSource, ...]:
+def sources_of(local: CacheShare, remote: CacheShare) -> tuple[HeadSource, ...]:
     """Return the tensor-parallel ranks of a producer that the local rank reads from or reports to.
 
-    `theirs`: cache share of any rank of the producer. The result is valid for each pipeline stage of the producer.
+    `remote`: cache share of any rank of the producer. The result is valid for each pipeline stage of the producer.
     """
-    if theirs.sharded:
-        return _shard_sources(ours, theirs)
-    return head_sources(ours.tp_rank, ours.tp_size, theirs.tp_size, kv_heads_of_model(ours, theirs))
+    if remote.sharded:
+        return _shard_sources(local, remote)
+    return head_sources(local.tp_rank, local.tp_size, remote.tp_size, kv_heads_of_model(local, remote))
 
 
-def _shard_sources(ours: CacheShare, theirs: CacheShare) -> tuple[HeadSource, ...]:
+def _shard_sources(local: CacheShare, remote: CacheShare) -> tuple[HeadSource, ...]:
     """Return the ranks of a producer with sharded tokens that the local rank reads from: those with tokens in common.
 
     Each of these ranks has equally many readers, since the tokens of a block on one rank are as many as on the other
     side, or a multiple.
     """
-    shards = [Shard(rank, theirs.tp_size) for rank in range(theirs.tp_size)]
-    found = [shard for shard in shards if _shards_meet(ours.shard, ours.held_tokens, shard, theirs.held_tokens)]
-    readers = [Shard(rank, ours.tp_size) if ours.sharded else WHOLE for rank in range(ours.tp_size)]
-    reporters = sum(_shards_meet(one, ours.held_tokens, found[0], theirs.held_tokens) for one in readers)
-    return tuple(HeadSource(shard.rank, 0, 0, 1, reporters) for shard in found)
+    shards = [Shard(rank, remote.tp_size) for rank in range(remote.tp_size)]
+    holders = [shard for shard in shards if _shards_meet(local.shard, local.held_tokens, shard, remote.held_tokens)]
+    readers = [Shard(rank, local.tp_size) if local.sharded else WHOLE for rank in range(local.tp_size)]
+    reporters = sum(_shards_meet(reader, local.held_tokens, holders[0], remote.held_tokens) for reader in readers)
+    return tuple(HeadSource(shard.rank, 0, 0, 1, reporters) for shard in holders)
 
 
-def _shards_meet(ours: Shard, size: int, theirs: Shard, their_size: int) -> bool:
-    """Return True if some token of some prompt is in shard `ours`, of `size` tokens, and in `theirs`, of `their_size`.
+def _shards_meet(local: Shard, size: int, remote: Shard, remote_size: int) -> bool:
+    """Return True if some token of some prompt is in both shards, of `size` and of `remote_size` tokens.
 
-    The shards of consecutive blocks are `ours.ranks * size` and `theirs.ranks * their_size` tokens apart. So the
+    The shards of consecutive blocks are `local.ranks * size` and `remote.ranks * remote_size` tokens apart. So the
     distances between the starts of two shards are one distance plus any multiple of `period`.
     """
-    period = math.gcd(ours.ranks * size, theirs.ranks * their_size)
-    distance = (ours.rank * size - theirs.rank * their_size) % period
-    return distance < their_size or distance > period - size
+    period = math.gcd(local.ranks * size, remote.ranks * remote_size)
+    distance = (local.rank * size - remote.rank * remote_size) % period
+    return distance < remote_size or distance > period - size
 
 
-def source_at(ours: CacheShare, theirs: CacheShare) -> HeadSource | None:
-    """Return which heads the local rank, with cache share `ours`, reads from the producer's rank with share `theirs`.
+def source_at(local: CacheShare, remote: CacheShare) -> HeadSource | None:
+    """Return which heads the local rank, with share `local`, reads from the producer's rank with share `remote`.
 
     None if the local rank neither reads from that rank nor reports to it.
     """
-    return next((one for one in sources_of(ours, theirs) if one.tp_rank == theirs.tp_rank), None)
+    return next((source for source in sources_of(local, remote) if source.tp_rank == remote.tp_rank), None)
 
 
-def report_share(ours: Sequence[CacheShare], theirs: Sequence[CacheShare]) -> ReportShare:
+def report_share(local: Sequence[CacheShare], remote: Sequence[CacheShare]) -> ReportShare:
     """Return the fraction of a producer rank's lease that the local rank reports as read; 0 if no layer is common.
 
-    `ours`, `theirs`: all cache shares of the local rank and of the producer's rank. Each layer that both have counts 1,
-    divided by the number of reader ranks that report it; the sum is divided by the number of layers of the producer's
-    rank. So the fractions of all readers add up to 1. Layers of a draft model, which readers may lack, do not count
-    unless the producer's rank has no others.
+    `local`, `remote`: all cache shares of the local rank and of the producer's rank. Each layer that both have counts
+    1, divided by the number of reader ranks that report it; the sum is divided by the number of layers of the
+    producer's rank. So the fractions of all readers add up to 1. Layers of a draft model, which readers may lack, do
+    not count unless the producer's rank has no others.
     """
-    held = {layer for share in theirs for layer in share.layers}
-    counted = {layer for layer in held if layer < FIRST_DRAFT_LAYER} or held
+    held = {layer for share in remote for layer in share.layers}
+    counting = {layer for layer in held if layer < FIRST_DRAFT_LAYER} or held
     share = Fraction(0)  # exact: a lease ends when its readers' shares are 1, which a sum of floats may miss
-    for _, _, mine, other in common_shares(ours, theirs):
+    for _, _, mine, other in common_shares(local, remote):
         source = source_at(mine, other)
         if source is not None:
-            share += Fraction(len(counted & {*mine.layers} & {*other.layers}), source.reporters)
-    total = sum(len(counted & {*other.layers}) for other in theirs)
+            share += Fraction(len(counting & {*mine.layers} & {*other.layers}), source.reporters)
+    total = sum(len(counting & {*other.layers}) for other in remote)
     return ReportShare(*(share / total).as_integer_ratio())
 
 
-def missing_layers(ours: Sequence[int], stages: Sequence[Sequence[int]], *, whole: bool = False) -> str:
+def missing_layers(local: Sequence[int], stages: Sequence[Sequence[int]], *, whole: bool = False) -> str:
     """Return why the local rank cannot read all its layers from a producer's pipeline stages; "" if it can.
 
-    `ours`: indices of the local layers; if `whole`, these are all layers of the model. `stages`: layer indices of each
+    `local`: indices of the local layers; if `whole`, these are all layers of the model. `stages`: layer indices of each
     stage of the producer.
     """
-    if len(stages) == 1 and stages[0] == ours:
+    if len(stages) == 1 and stages[0] == local:
         return ""
     held = Counter(layer for layers in stages for layer in layers)
-    common, drafts = held.keys() & {*ours}, layers_left_out(ours, held)
+    common, drafts = held.keys() & {*local}, layers_left_out(local, held)
     problems = {
-        "no stage holds {}": [layer for layer in ours if layer not in held and layer not in drafts],
-        "{} held twice": [layer for layer in ours if held[layer] > 1],
-        "ours are all, but there are {}": sorted(held.keys() - {*ours} - drafts) if whole else [],
+        "no stage holds {}": [layer for layer in local if layer not in held and layer not in drafts],
+        "{} held twice": [layer for layer in local if held[layer] > 1],
+        "ours are all, but there are {}": sorted(held.keys() - {*local} - drafts) if whole else [],
     }
-    found = next(((text, layers) for text, layers in problems.items() if layers), None)
-    if found is None:
-        return ""
-    what, hint = found[0].format(_layers_text(found[1])), _hint(found[1], common) if whole else ""
-    return f"layers: ours {_layers_text(ours)}, theirs {_layers_text(list(held.elements()))}: {what}{hint}"
+    for problem, layers in problems.items():
+        if layers:
+            hint = _hint(layers, common) if whole else ""
+            sides = f"ours {_layers_text(local)}, theirs {_layers_text(list(held.elements()))}"
+            return f"layers: {sides}: {problem.format(_layers_text(layers))}{hint}"
+    return ""
 
 
 def _heads(tp_rank: int, tp_size: int, kv_heads: int) -> range:
@@ -473,19 +474,19 @@ def _heads(tp_rank: int, tp_size: int, kv_heads: int) -> range:
     return range(head, head + 1)
 
 
-def _reporters(theirs: int, tp_size: int, their_tp_size: int, kv_heads: int) -> tuple[range, bool]:
-    """Return the reader's ranks that report to the producer's rank `theirs`, and whether they also read from that rank.
+def _reporters(remote_rank: int, tp_size: int, remote_tp_size: int, kv_heads: int) -> tuple[range, bool]:
+    """Return the reader's ranks that report to the producer's `remote_rank`, and whether they also read from it.
 
     All are tensor-parallel ranks. Say that m ranks of the producer, holders 0 to m-1, hold the same heads, and n ranks
     of the reader, readers 0 to n-1, need these heads. Then reader j reads from holder j*m/n, rounded down. So rank i
     reads from rank i if the sizes are equal. A holder without a reader gets its report from the first reader of the
     nearest lower holder that has readers.
     """
-    held = _heads(theirs, their_tp_size, kv_heads)
-    readers, holders = max(tp_size // kv_heads, 1), max(their_tp_size // kv_heads, 1)
+    held = _heads(remote_rank, remote_tp_size, kv_heads)
+    readers, holders = max(tp_size // kv_heads, 1), max(remote_tp_size // kv_heads, 1)
     each = max(kv_heads // tp_size, 1)  # heads of one reader rank
     sharers = range(held.start * readers // each, -(-held.stop * readers // each))  # reader ranks with a head in common
-    holder = theirs % holders
+    holder = remote_rank % holders
     last = min(readers - 1, ((holder + 1) * readers - 1) // holders)  # last reader of this holder, or of one before it
     served = last * holders // readers
     first = -(-served * readers // holders)

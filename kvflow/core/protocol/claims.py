@@ -28,7 +28,7 @@ def regions_to_wire(regions: Regions) -> RegionTable:
         bases=regions.bases.tolist(),
         strides=regions.strides.tolist(),
         block=regions.block,
-        parts=regions.parts,
+        parts=regions.planes,
         num_blocks=regions.num_blocks,
         device=regions.device,
     )
@@ -64,7 +64,7 @@ def regions_from_wire(table: RegionTable) -> Regions:
         bases=np.array(table.bases, dtype=np.uint64),
         strides=np.array(table.strides, dtype=np.uint64),
         block=table.block,
-        parts=table.parts,
+        planes=table.parts,
         num_blocks=table.num_blocks,
         device=table.device,
     )
@@ -138,21 +138,21 @@ def check_sets(shares: Sequence[CacheShare], regions: Sequence[Regions], groups:
 
 
 def _check_set(share: CacheShare, regions: Regions) -> None:
-    if len(share.layers) * len(regions.parts) != len(regions):
+    if len(share.layers) * len(regions.planes) != len(regions):
         layers = counted(len(share.layers), "layer")
-        raise WireError(f"cache share: {layers}, {counted(len(regions), 'region')} {regions.parts}")
+        raise WireError(f"cache share: {layers}, {counted(len(regions), 'region')} {regions.planes}")
     block = regions.block
     if (share.block_size, share.kv_heads) != (block.tokens * share.shard.ranks, block.heads):
         raise WireError(
             f"cache share: block_size {share.block_size}, kv_heads {share.kv_heads}, "
             f"model_kv_heads {share.model_kv_heads}, blocks of shape {tuple(block)}"
         )
-    if share.part and (block.tokens != 1 or regions.parts in _PARTS):
+    if share.part and (block.tokens != 1 or regions.planes in _PARTS):
         raise WireError(f"cache share: part {share.part!a}, blocks of shape {tuple(block)}")
-    if not share.part and regions.parts not in _PARTS:
-        raise WireError(f"cache share: parts of a layer {str(regions.parts)[:80]}")
-    if share.latent != (regions.parts == ("latent",)) or (share.latent and block.heads != 1):
+    if not share.part and regions.planes not in _PARTS:
+        raise WireError(f"cache share: parts of a layer {str(regions.planes)[:80]}")
+    if share.latent != (regions.planes == ("latent",)) or (share.latent and block.heads != 1):
         raise WireError(
-            f"cache share: latent is {share.latent}, parts of a layer are {regions.parts}, "
+            f"cache share: latent is {share.latent}, parts of a layer are {regions.planes}, "
             f"of {counted(block.heads, 'head')}"
         )

@@ -13,7 +13,7 @@ import msgspec
 
 from kvflow.core.bounds import Fact
 from kvflow.core.cache.layout import CacheLayout
-from kvflow.core.cache.state import StatePart
+from kvflow.core.cache.state import SegmentLayout
 from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER
 
 
@@ -38,7 +38,7 @@ class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
         return [f"{name}: ours {ours!r}, theirs {other!r}" for name, ours, other in pairs if ours != other]
 
 
-def compatibility_of(layouts: Sequence[CacheLayout | StatePart], *, model: str) -> Compatibility:
+def compatibility_of(layouts: Sequence[CacheLayout | SegmentLayout], *, model: str) -> Compatibility:
     """Return the `Compatibility` of one rank's cache, from the layouts of its layers.
 
     If layers differ in a property, that field has all the values, joined by " and ". State per request and layers of a

@@ -245,7 +245,7 @@ def incompatibilities(
         mine, theirs = ours.regions[at], regions[where]
         found += _difference("bytes of a head", _head_bytes(mine), _head_bytes(theirs))
         if share.part:
-            found += _difference(f"rows of {share.part}", len(mine.parts), len(theirs.parts))
+            found += _difference(f"rows of {share.part}", len(mine.planes), len(theirs.planes))
         elif not share.plain:
             found += _difference(
                 "opaque blocks (kv_format)", *(_opaque_block_text(side, share.kv_format) for side in (mine, theirs))
@@ -267,13 +267,13 @@ def _opaque_block_text(regions: Regions, kv_format: str) -> str:
     text leaves out the number of heads, so that this number may differ.
     """
     tokens, heads, run, *strides = regions.block
-    parts = " and ".join(regions.parts)
+    planes = " and ".join(regions.planes)
     if has_separate_heads(kv_format, regions.block):
-        return f"{counted(tokens, 'token')} of any heads, {counted(run, 'byte')} of {parts} each"
+        return f"{counted(tokens, 'token')} of any heads, {counted(run, 'byte')} of {planes} each"
     block = f"{counted(tokens, 'token')} of {counted(heads, 'head')}"
-    return f"{block}, {counted(run, 'byte')} of {parts} each, strides {strides}"
+    return f"{block}, {counted(run, 'byte')} of {planes} each, strides {strides}"
 
 
 def _head_bytes(regions: Regions) -> int:
-    """Return the size in bytes of one head of one token, with all its parts (K and V, for example)."""
-    return regions.block.run * len(regions.parts)
+    """Return the size in bytes of one head of one token, with all its planes (K and V, for example)."""
+    return regions.block.run * len(regions.planes)

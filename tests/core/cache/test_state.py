@@ -11,7 +11,7 @@ import torch
 
 from kvflow.core.cache.groups import CacheGroup, GroupKind, groups_of, layer_sets
 from kvflow.core.cache.layout import CacheLayout
-from kvflow.core.cache.state import Segment, StateLayout, StateTensor, state_parts
+from kvflow.core.cache.state import Segment, StateLayout, StateTensor, segment_layouts
 from kvflow.errors import LayoutError
 from tests.support.tests_support import each
 
@@ -74,7 +74,7 @@ def test_a_state_group_says_so_and_its_blocks_are_slots() -> None:
 
 
 def test_a_slot_that_is_not_sliced_is_no_other_ranks() -> None:
-    parts = state_parts(StateLayout.infer(caches(0), (StateTensor(name="conv"), SSM)), 4)
+    parts = segment_layouts(StateLayout.infer(caches(0), (StateTensor(name="conv"), SSM)), 4)
     assert [(part.name, part.segment.model_units) for part in parts] == [("conv.all", 4), ("ssm.all", 4)]
 
 

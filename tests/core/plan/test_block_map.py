@@ -47,7 +47,7 @@ def tables(draw: st.DrawFn) -> tuple[Regions, Regions]:
             bases=np.array(bases, dtype=np.uint64) * np.uint64(size),
             strides=np.array(strides, dtype=np.uint64) * np.uint64(size),
             block=lump(size),
-            parts=("latent",),
+            planes=("latent",),
             num_blocks=4,
             device=CPU,
         )

@@ -73,7 +73,7 @@ def slots_of(chunks: Sequence[Chunks], ours: int, theirs: int) -> list[Slot]:
     found = []
     for some in chunks:
         assert 1 <= some.tokens <= size
-        parts = (np.zeros_like(some.local_ids) if of is None else of for of in (some.local_parts, some.remote_parts))
+        parts = (np.zeros_like(some.local_ids) if of is None else of for of in (some.local_chunks, some.remote_chunks))
         local, remote = (np.add.outer(part * size, np.arange(some.tokens)).ravel() for part in parts)
         ours_at, theirs_at = (np.repeat(ids, some.tokens) for ids in (some.local_ids, some.remote_ids))
         found += zip(*(column.tolist() for column in (ours_at, local, theirs_at, remote)), strict=True)
@@ -106,7 +106,7 @@ def test_every_token_goes_where_the_prompt_has_it(
     assert all(len(some) for some in chunks)
     assert [some.tokens for some in chunks[:-1]] == [min(ours, theirs)] * (len(chunks) - 1)  # the last may be partial
     if ours == theirs:  # the usual case carries no parts
-        assert all(some.local_parts is None and some.remote_parts is None for some in chunks)
+        assert all(some.local_chunks is None and some.remote_chunks is None for some in chunks)
     at = first_block * ours // min(ours, theirs)
     for some in chunks:  # numbered as chunks of the prompt
         assert some.first == at
@@ -192,7 +192,7 @@ def test_the_chunks_between_two_places_of_the_prompt(
     ]
     for some in found:
         if len(some):
-            remote_part = 0 if some.remote_parts is None else int(some.remote_parts[0])
+            remote_part = 0 if some.remote_chunks is None else int(some.remote_chunks[0])
             assert some.first == int(some.remote_ids[0]) * (theirs // size) + remote_part
 
 
@@ -334,7 +334,7 @@ def test_addresses_above_2_to_the_53_stay_exact() -> None:
         bases=np.array([base, base + (1 << 60)], dtype=np.uint64),
         strides=np.array([stride, stride], dtype=np.uint64),
         block=lump(size),
-        parts=("latent",),
+        planes=("latent",),
         num_blocks=1000,
         device=CPU,
     )
@@ -375,7 +375,7 @@ def test_a_peers_table_is_refused_or_planned_exactly(stride: int, base: int, par
         bases=np.array(bases, dtype=np.uint64),
         strides=np.array([size] * len(ours), dtype=np.uint64),
         block=lump(size),
-        parts=ours,
+        planes=ours,
         num_blocks=2,
         device=CPU,
     )
@@ -484,7 +484,7 @@ def test_a_further_read_is_the_last_of_the_first_slice_and_changes_nothing_else(
     plain, sealed = (list(slices_of(pair_whole(regions, regions), chunks, limits, which)) for which in (None, last))
     first = sealed[0]
     assert (int(first.local[-1]), int(first.remote[-1]), int(first.sizes[-1])) == last
-    sealed[0] = first.part(0, len(first) - 1, first.size_bytes - last.size_bytes)
+    sealed[0] = first.cut(0, len(first) - 1, first.size_bytes - last.size_bytes)
     assert [piece.size_bytes for piece in sealed] == [piece.size_bytes for piece in plain]
     for with_last, without in zip(sealed, plain, strict=True):
         np.testing.assert_array_equal(with_last.table, without.table)

@@ -59,7 +59,7 @@ def test_region_tables_survive_the_wire(
         bases=np.array(bases, dtype=np.uint64),
         strides=np.array(strides, dtype=np.uint64),
         block=block,
-        parts=parts,
+        planes=parts,
         num_blocks=blocks,
         device=Device("cuda", device),
     )
@@ -67,7 +67,7 @@ def test_region_tables_survive_the_wire(
     back = regions_from_wire(table)
     assert (back.bases.tolist(), back.strides.tolist()) == (bases, strides)
     assert back.bases.dtype == back.strides.dtype == np.dtype(np.uint64)
-    assert (back.block, back.parts, back.num_blocks, back.device) == (block, parts, blocks, regions.device)
+    assert (back.block, back.planes, back.num_blocks, back.device) == (block, parts, blocks, regions.device)
 
 
 @each(
