@@ -143,7 +143,8 @@ class Incarnation:
         throttle = LoadThrottle(resources.poller)
         steps = LoadSteps(context, peers, resolver, leases, memory, resources, throttle, optional)
         self.loader = Loader(context, peers, resolver, leases, resources, throttle, steps, optional)
-        blocks = OfferedBlocks(context, resources.ledger, runtime.seals, memory, runtime.copy_thread)
+        copies = (lambda: optional.staging("a lease of copied blocks").lease_copies()) if memory.staging else None
+        blocks = OfferedBlocks(context, resources.ledger, runtime.seals, runtime.copy_thread, copies)
         self.serving = serving = Serving(context, blocks)
         self.stock_service = stock.service(context, serving, metadata)
         """The service that answers stock readers (vLLM's own NixlConnector); None if they are not served."""

@@ -24,7 +24,7 @@ from kvflow.runtime.load.requests import LoadReport
 from kvflow.runtime.load.spans import SpanPlanner
 from kvflow.runtime.memory import BlockCopier, HostBlocks
 from kvflow.runtime.peers.peer import Source
-from kvflow.runtime.producer.blocks import OfferedBlocks
+from kvflow.runtime.producer.blocks import LeaseCopies, OfferedBlocks
 from kvflow.runtime.producer.lease import LeaseGrowth
 from kvflow.transport.device.cache_device import CacheDevice
 
@@ -57,11 +57,14 @@ class Growing(Protocol):
 
 
 class Staging(SpanPlanner, Protocol):
-    """What loads need of `kvflow.staging`: reads through buffers, of whole loads or span by span."""
+    """What is needed of `kvflow.staging`: reads through buffers, of whole loads or span by span, and leases' copies."""
 
     async def prepare(self) -> None: ...
 
     def read_buffered(self, load: Load, flight: Flight, plan: Plan) -> Awaitable[bool]: ...
+
+    @property
+    def lease_copies(self) -> Callable[[], LeaseCopies]: ...
 
 
 class Verify(Protocol):

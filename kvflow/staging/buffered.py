@@ -30,6 +30,7 @@ from kvflow.runtime.peers.peer import Source
 from kvflow.staging.copies import Tensor
 from kvflow.staging.host_buffers import host_buffers
 from kvflow.staging.scratch import Permutation, Scratch
+from kvflow.staging.staged_lease import StagedLease
 from kvflow.staging.whole_blocks import WholeBlocks, prefer_scratch
 from kvflow.transport.base import TransportError
 
@@ -66,6 +67,8 @@ class BufferedLoads:
         )
         memory.pools.append(self._scratch.pool)
         self._permutations: WeakKeyDictionary[BlockMap, Permutation] = WeakKeyDictionary()
+        groups, bytes_max = host.context.local.groups, limits.slice_bytes_max
+        self.lease_copies = partial(StagedLease, groups, memory.staging, bytes_max, self._copy_thread)
 
     async def prepare(self) -> None:
         """Allocate all scratch buffers. If that fails, later loads read small pieces of blocks one by one instead.

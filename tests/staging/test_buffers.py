@@ -238,6 +238,18 @@ async def test_a_failed_copy_to_the_host_revokes_the_lease(far: FarPair) -> None
     await far.load(far.offer([3]))
 
 
+async def test_a_failed_copy_of_a_lease_without_a_hold_gives_its_blocks_back_once(far: FarPair) -> None:
+    """The failure ends the lease in the callback of its own copy. Another lease of the same block goes on."""
+    other = far.offer([3], "other")
+    await until(lambda: host_of(far.writer).serving.open_lease("other").complete)  # type: ignore[union-attr]
+    far.saved.problem = FIRE
+    request = ServeRequest("req", [3], num_tokens=4)
+    assert await host_of(far.writer).serving.serve(request, hold_blocks=False) is LeaseOutcome.FAILED
+    await asyncio.sleep(0)
+    assert (far.producer_blocks.leased, far.writer.statistics().buffers_used) == (1, 1)
+    await far.load(other)
+
+
 @pytest.mark.parametrize("num_tokens", [4, 2], ids=["whole block", "partly filled block"])
 async def test_a_failed_copy_at_the_consumer_fails_the_load_and_blames_no_peer(far: FarPair, num_tokens: int) -> None:
     """What is in a block that is to be filled in part has to be fetched first."""

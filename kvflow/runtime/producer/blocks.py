@@ -1,19 +1,18 @@
-"""The memory of a lease: blocks, a seal and, with host staging, host blocks, all taken together or not at all.
+"""The memory of a lease: blocks, a seal and, if peers read copies, room for these, all taken together or not at all.
 
-With host staging, readers read copies of computed blocks in host memory. A lease may be open before all of its tokens
-can be read. The readable tokens grow from the first token of the prompt, in all groups alike, and the seal holds the
-number of missing tokens. Blocks that a copy reads are given back only after the copy.
+A lease may be open before all of its tokens can be read. The readable tokens grow from the first token of the prompt,
+in all groups alike, and the seal holds the number of missing tokens. If peers cannot read the cache, they read copies
+of its computed blocks (`LeaseCopies`). Blocks that a copy reads are given back only after the copy.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -24,9 +23,8 @@ from kvflow.core.policy.events import DeviceEvent, Watch
 from kvflow.core.policy.history import History
 from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.protocol.proof import FAILED, SealTable
-from kvflow.errors import HostBlocksBusy, Overloaded, RequestError
-from kvflow.runtime.copy_thread import CopyThread, run_all
-from kvflow.runtime.memory import CopyDirection, RankMemory
+from kvflow.errors import Overloaded, RequestError
+from kvflow.runtime.copy_thread import CopyThread
 from kvflow.runtime.rank import RankContext
 
 OnError: TypeAlias = "Callable[[BaseException], None]"
@@ -45,9 +43,39 @@ class _Advance:
     done: bool
 
 
+class LeaseCopies(Protocol):
+    """Copies of one lease's blocks, which peers read if they cannot read the cache itself. `kvflow.staging` makes them.
+
+    No copy is made, and no room for copies taken, before a call of a method says so.
+    """
+
+    tables: tuple[BlockIds, ...]
+    """Ids of the copies, one table for each group."""
+    copied: int
+    """Number of tokens, from the first of the prompt, already copied."""
+
+    def check_fits(self, counts: Sequence[int], what: str) -> None:
+        """Raise RequestError, beginning with `what`, if there can never be copies of `counts` blocks, by group."""
+
+    def extend(self, request_id: str, tables: Sequence[BlockIds], undo: ExitStack) -> None:
+        """Take room for a copy of each block in `tables`, and add to `undo` what gives the room back.
+
+        HostBlocksBusy if there is too little room.
+        """
+
+    def copy_computed(self, held: HeldBlocks, on_copied: Callable[[HeldBlocks], None]) -> None:
+        """Start to copy the next computed tokens, if any, unless a copy is running. Then call `on_copied(held)`."""
+
+    def after_copy(self, call: Callable[[], None]) -> None:
+        """Call `call` as soon as no copy reads the lease's blocks: now, or when the running copy has ended."""
+
+    def give_back(self) -> None:
+        """Give back the room of all copies. Called once, when peers can no longer read them."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class HeldBlocks:
-    """The blocks, seal and host blocks that one lease holds, and how many of its tokens readers can read."""
+    """The blocks, seal and copies that one lease holds, and how many of its tokens readers can read."""
 
     lease_id: str
     tables: tuple[BlockIds, ...]
@@ -55,13 +83,8 @@ class HeldBlocks:
     entries: BlockIds
     """Positions of the lease's blocks in the block ledger, which numbers the blocks of all groups in one sequence."""
     seal_index: int
-    host_tables: tuple[BlockIds, ...] | None
-    """Ids of the host blocks that peers read, one table for each group; None without host staging."""
-    host_tables_by_call: list[tuple[BlockIds, ...]] = field(default_factory=list)
-    """Ids of the host blocks that peers read, split by the call that took them: the opening, then each `Lease.extend`.
-
-    A pool takes back only whole sets that were taken together.
-    """
+    copies: LeaseCopies | None
+    """Copies of the blocks, which peers read; None if peers read the cache itself."""
     num_tokens: int
     offered_tokens: int
     """Number of tokens that all blocks of the lease hold: `num_tokens`, or fewer if only full blocks are offered.
@@ -76,9 +99,6 @@ class HeldBlocks:
     """Calls of `Lease.advance` that have not taken effect yet, oldest first."""
     computed: int = 0
     """Number of tokens, from the first of the prompt, that are computed now."""
-    staged: int = 0
-    """Number of tokens, from the first of the prompt, already copied to host blocks; 0 without host staging."""
-    copying: bool = False
     closed: bool = False
     failed: bool = False
     """True once the seal says FAILED: the prompt cannot be computed."""
@@ -88,8 +108,6 @@ class HeldBlocks:
     """Callback that fails the lease. It is called with the error if peers can never read the missing tokens."""
     on_readable: Callable[[], None] | None = None
     """Callback, called whenever peers can read more tokens than before."""
-    on_free: Callable[[], None] | None = None
-    """Callback, called when the blocks are free; None until `OfferedBlocks.give_back` sets it."""
 
     def fail(self, error: BaseException) -> None:
         assert self.on_error is not None, "it was opened"
@@ -97,8 +115,8 @@ class HeldBlocks:
 
     @property
     def readable(self) -> tuple[BlockIds, ...]:
-        """Ids of the blocks that peers read, by group: host blocks with host staging, else cache blocks."""
-        return self.tables if self.host_tables is None else self.host_tables
+        """Ids of the blocks that peers read, by group."""
+        return self.tables if self.copies is None else self.copies.tables
 
     @property
     def announced(self) -> int:
@@ -108,31 +126,26 @@ class HeldBlocks:
     @property
     def missing(self) -> int:
         """Number of tokens of the lease that peers cannot read yet."""
-        return self.num_tokens - (self.computed if self.host_tables is None else self.staged)
+        return self.num_tokens - (self.computed if self.copies is None else self.copies.copied)
 
 
 class OfferedBlocks:
-    """Takes blocks, seals and host blocks of one rank for its leases, and frees them."""
+    """Takes blocks, seals and room for copies of one rank for its leases, and frees them."""
 
     def __init__(
         self,
         context: RankContext,
         ledger: BlockLedger,
         seals: SealTable,
-        memory: RankMemory,
         copy_thread: CopyThread,
+        new_copies: Callable[[], LeaseCopies] | None,
     ) -> None:
+        """`new_copies`: function that returns the copies of one lease's blocks; None if peers read the cache itself."""
         self._groups = context.local.groups
         self._ledger = ledger
         self._seals = seals
-        self._memory = memory
         self._copy_thread = copy_thread
-        self._stage_unit = math.lcm(*(group.block_size for group in self._groups))
-        """Least common multiple of the block sizes of all groups, in tokens."""
-        self._stage_step = self._stage_unit * max(
-            context.config.limits.slice_bytes_max // max(self._unit_bytes(), 1), 1
-        )
-        """Maximum number of tokens that one copy job moves to host blocks, about `limits.slice_bytes_max` bytes."""
+        self._new_copies = new_copies
 
     def needs_more_blocks(self, block_ids: object, num_tokens: int, what: str) -> bool:
         """Return True if `block_ids` have fewer blocks than `num_tokens` tokens fill, so that more blocks must follow.
@@ -145,17 +158,20 @@ class OfferedBlocks:
         return any(group.whole and len(ids) < num_tokens // group.block_size for group, ids in groups)
 
     def take(self, request_id: str, block_ids: object, num_tokens: int, lease_id: str, *, extends: bool) -> HeldBlocks:
-        """Take and return what a lease needs: `block_ids`, a seal and, with host staging, a host block for each block.
+        """Take and return what a lease needs: `block_ids`, a seal and, if peers read copies, room for these.
 
         `extends`: the caller will add blocks with `extend`. If this raises, for example Overloaded because there are no
-        more seals or host blocks, nothing has been taken.
+        more seals, nothing has been taken.
         """
         what = f"request {request_id!r}"
         tables, entries = self._ledger.find_entries(block_ids, f"{what}: block_ids")
         counts, offered_tokens = tuple(map(len, tables)), num_tokens
+        copies = self._new_copies() if self._new_copies is not None and (extends or len(entries) > 0) else None
         if extends:
             given, counts = counts, tuple(group.blocks_needed(num_tokens) for group in self._groups)
-            self._check_fits(counts, num_tokens, what)
+            self._ledger.check_enough_blocks(counts, f"{what}: num_tokens {num_tokens}")
+            if copies is not None:
+                copies.check_fits(counts, f"{what}: num_tokens {num_tokens}")
             self._check_room(given, counts, num_tokens, what)
         else:
             offered_tokens = self._check_counts(counts, num_tokens, what)
@@ -167,16 +183,15 @@ class OfferedBlocks:
             undo.callback(self._seals.free_slot, seal_index)
             self._ledger.lease(entries)
             undo.callback(self._ledger.release, entries)
-            staged = len(self._memory.staging) > 0 and (extends or len(entries) > 0)
-            host_tables = self._take_host_blocks(request_id, tables, undo) if staged else None
+            if copies is not None:
+                copies.extend(request_id, tables, undo)
             undo.pop_all()
         return HeldBlocks(
             lease_id=lease_id,
             tables=tables,
             entries=entries,
             seal_index=seal_index,
-            host_tables=host_tables,
-            host_tables_by_call=[] if host_tables is None else [host_tables],
+            copies=copies,
             num_tokens=num_tokens,
             offered_tokens=offered_tokens,
             counts=counts,
@@ -189,7 +204,7 @@ class OfferedBlocks:
         self._free(held, lambda: None)
 
     def extend(self, request_id: str, held: HeldBlocks, block_ids: object) -> None:
-        """Add the blocks in `block_ids` to an open lease and, with host staging, take a host block for each.
+        """Add the blocks in `block_ids` to an open lease and, if peers read copies, take room for a copy of each.
 
         If this raises, nothing has changed.
         """
@@ -202,10 +217,8 @@ class OfferedBlocks:
         with ExitStack() as undo:
             self._ledger.lease(added)
             undo.callback(self._ledger.release, added)
-            if held.host_tables is not None:
-                host = self._take_host_blocks(request_id, more, undo)
-                held.host_tables_by_call.append(host)
-                held.host_tables = tuple(np.concatenate(both) for both in zip(held.host_tables, host, strict=True))
+            if held.copies is not None:
+                held.copies.extend(request_id, more, undo)
             undo.pop_all()
         held.tables, held.entries, held.extends = tables, entries, _lacks_blocks(tables, held.counts)
 
@@ -216,18 +229,6 @@ class OfferedBlocks:
     def tokens_with_blocks(self, held: HeldBlocks) -> int:
         """Return for how many of the prompt's first tokens the lease has blocks now, in every group."""
         return tokens_held(self._groups, tuple(map(len, held.tables)), held.counts, held.num_tokens)
-
-    def _check_fits(self, counts: tuple[int, ...], tokens: int, what: str) -> None:
-        """Raise RequestError if a group of the cache, or its host buffers, has fewer blocks than `counts` says.
-
-        `counts`: number of blocks of each group that a lease of `tokens` tokens needs in the end.
-        """
-        self._ledger.check_enough_blocks(counts, f"{what}: num_tokens {tokens}")
-        for group, count, buffers in zip(self._groups, counts, self._memory.staging, strict=False):
-            if count > buffers.pool.size:
-                needs = f"{counted(count, 'host block')}{self._group_text(group)}"
-                there_are = f"there are {buffers.pool.size} (host_buffer_bytes_max)"
-                raise RequestError(f"{what}: num_tokens {tokens} needs {needs}, {there_are}")
 
     def _check_room(self, counts: tuple[int, ...], most: tuple[int, ...], tokens: int, what: str) -> None:
         """Raise RequestError if the count of some group in `counts` is greater than in `most`.
@@ -290,8 +291,8 @@ class OfferedBlocks:
     def grow(self, held: HeldBlocks) -> None:
         """Write the number of missing tokens into the lease's seal, so that readers can read all other tokens.
 
-        With host staging, also start to copy computed tokens to host blocks. Call this after each change of
-        `held.computed` or of the lease's blocks.
+        If readers read copies, also start to copy computed tokens. Call this after each change of `held.computed` or of
+        the lease's blocks.
         """
         if held.history is not None:
             held.history.note(held.computed)
@@ -299,8 +300,8 @@ class OfferedBlocks:
             self._seals.seal(held.seal_index, held.lease_id, held.missing)
             if held.on_readable is not None:
                 held.on_readable()
-            if held.host_tables is not None:
-                self._stage_next(held, held.host_tables)
+            if held.copies is not None:
+                held.copies.copy_computed(held, self.grow)
 
     def _on_event(self, held: HeldBlocks, advance: _Advance, error: BaseException | None) -> None:
         """Called when the device event of `advance` has happened: let it and earlier advances take effect.
@@ -333,104 +334,25 @@ class OfferedBlocks:
             self._seals.free_slot(held.seal_index)
 
     def give_back(self, held: HeldBlocks, on_free: Callable[[], None]) -> None:
-        """Free the blocks of a lease as soon as no copy to host blocks reads them, then call `on_free`.
+        """Free the blocks of a lease as soon as no copy reads them, then call `on_free`.
 
         Call this once no read of these blocks can succeed: `limits.seal_hold_s` after `close` or, if
         `LeaseEntry.holds_blocks` is False, immediately after `close`.
         """
         if held.failed:
             self._seals.retire_slot(held.seal_index)
-        held.on_free = on_free
-        if not held.copying:
+        if held.copies is None:
             self._free(held, on_free)
-
-    def _take_host_blocks(self, request_id: str, tables: Sequence[BlockIds], undo: ExitStack) -> tuple[BlockIds, ...]:
-        """Take one host block for each block id in `tables`. Return their ids, one table for each group.
-
-        Callbacks that give the host blocks back are added to `undo`. HostBlocksBusy if too few host blocks are free.
-        """
-        found = []
-        for ids, buffers in zip(tables, self._memory.staging, strict=True):
-            host_ids = buffers.pool.take_nowait(len(ids)) if len(ids) else ids
-            if host_ids is None:
-                free, size = buffers.pool.size - buffers.pool.used, buffers.pool.size
-                room = f"{free} of {size} are free (host_buffer_bytes_max)"
-                what = f"request {request_id!r}: needed: {counted(len(ids), 'host block')}, {room}"
-                raise HostBlocksBusy(what, request_id=request_id, peer="")
-            if len(ids):
-                undo.callback(buffers.pool.give_back, host_ids)
-            found.append(host_ids)
-        return tuple(found)
-
-    def _stage_next(self, held: HeldBlocks, host_tables: tuple[BlockIds, ...]) -> None:
-        """Start to copy the next computed tokens of all groups to host blocks, if any, unless a copy is running."""
-        if held.copying:
-            return
-        upto = self._stage_upto(held)
-        if upto <= held.staged:
-            return
-        copies = []
-        for group, count, ids, host_ids, buffers in zip(
-            self._groups, held.counts, held.tables, host_tables, self._memory.staging, strict=True
-        ):
-            some = _blocks_of(group, count, held.offered_tokens, range(held.staged, upto))
-            if len(ids[some]):
-                copies.append(partial(buffers.copy, CopyDirection.TO_HOST, ids[some], host_ids[some]))
-
-        def copied(error: BaseException | None) -> None:
-            held.copying = False
-            if error is not None:
-                held.fail(error)
-            elif not held.closed:
-                held.staged = upto
-                self.grow(held)
-            if held.on_free is not None:
-                self._free(held, held.on_free)
-
-        held.copying = True
-        self._copy_thread.submit(partial(run_all, copies), copied)
-
-    def _stage_upto(self, held: HeldBlocks) -> int:
-        """Return how many tokens, from the first of the prompt, will be in host blocks after the next copy.
-
-        Copies end at block boundaries of all groups; the last copy ends with the last token.
-        """
-        upto = held.staged + self._stage_step
-        if upto >= held.num_tokens <= held.computed:
-            return held.num_tokens
-        return min(upto, held.computed) // self._stage_unit * self._stage_unit
-
-    def _unit_bytes(self) -> int:
-        """Return the size in bytes of `_stage_unit` tokens in host blocks of all groups.
-
-        Recurrent state does not count: it is copied only together with the last token.
-        """
-        size_bytes = 0
-        for group, buffers in zip(self._groups, self._memory.staging, strict=False):
-            if group.kind is not GroupKind.STATE:
-                size_bytes += buffers.block_size_bytes * (self._stage_unit // group.block_size)
-        return size_bytes
+        else:
+            held.copies.after_copy(partial(self._free, held, on_free))
 
     def _free(self, held: HeldBlocks, on_free: Callable[[], None]) -> None:
-        """Free the blocks and host blocks of a lease, then call `on_free`. The producer may now reuse the blocks."""
+        """Free the blocks and copies of a lease, then call `on_free`. The producer may now reuse the blocks."""
         self._ledger.release(held.entries)
-        for taken in held.host_tables_by_call:
-            for host_ids, buffers in zip(taken, self._memory.staging, strict=True):
-                if len(host_ids):
-                    buffers.pool.give_back(host_ids)
+        if held.copies is not None:
+            held.copies.give_back()
         on_free()
 
 
 def _lacks_blocks(tables: Sequence[BlockIds], counts: Sequence[int]) -> bool:
     return any(len(ids) < count for ids, count in zip(tables, counts, strict=True))
-
-
-def _blocks_of(group: GroupFacts, count: int, num_tokens: int, tokens: range) -> slice:
-    """Return, as a Python slice, the part of a group's block table that holds the tokens at the positions `tokens`.
-
-    `tokens` begins at a block boundary. The table has `count` blocks, and its last block holds the last of the
-    `num_tokens` tokens. The table of a sliding-window group may lack the blocks of the prompt's first tokens.
-    """
-    first = 0 if group.whole else max(-(-num_tokens // group.block_size) - count, 0)
-    begin, end = (min(max(-(-edge // group.block_size) - first, 0), count) for edge in (tokens.start, tokens.stop))
-    return slice(begin, end)

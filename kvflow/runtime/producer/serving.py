@@ -5,8 +5,8 @@ reader with another rank's ticket finds the lease by the request id (`open_lease
 
 A lease is in the book and its seal is set before `serve` returns, so even the fastest reader finds both. Every end of a
 lease wipes the seal; the blocks are given back only after a time, the hold (`limits.seal_hold_s`; invariant I3). If the
-blocks of a lease cannot be staged, the lease fails. Late, duplicate and malformed notifications are counted and change
-nothing.
+blocks of a lease cannot be copied for its readers, the lease fails. Late, duplicate and malformed notifications are
+counted and change nothing.
 
 No successful read has touched blocks that were given back, since the reader found the seal intact:
 - either after the last byte had landed: then the seal was wiped later, and the blocks were given back later still;
@@ -176,13 +176,13 @@ class Serving:
         `digest`: digest of the prompt, or "". `hold_blocks`: the blocks stay held after the end of the lease.
         """
         first, *more = map(np.ndarray.tolist, held.tables)
-        host = [*map(np.ndarray.tolist, held.host_tables or ())]
+        copies = [] if held.copies is None else [*map(np.ndarray.tolist, held.copies.tables)]
         ttl_s, extends = request.ttl_s, request.extends or held.extends
         own = self._lease_facts | {
             "lease_id": held.lease_id,
             "seal_index": held.seal_index,
-            "block_ids": host[0] if host else None,
-            "more_block_ids": host[1:],
+            "block_ids": copies[0] if copies else None,
+            "more_block_ids": copies[1:],
             "pending": (len(held.entries) > 0 and held.computed < held.num_tokens) or extends,
             "payload": request.payload,
             "held": hold_blocks,
@@ -202,7 +202,7 @@ class Serving:
         return made
 
     def _take_blocks(self, request: ServeRequest) -> HeldBlocks:
-        """Check `request`, lease its blocks, and reserve a seal and, if blocks are staged, host blocks."""
+        """Check `request`, lease its blocks, and reserve a seal and, if readers read copies, room for these."""
         what, tokens, computed = f"request {request.request_id!r}", request.num_tokens, request.computed_tokens
         ready, lease_id = request.ready, self._token_hex(LEASE_ID_CHARS // 2)
         awaited = None if ready is None or has_happened(ready, f"{what}: ready") else ready
