@@ -41,14 +41,16 @@ def import_part(name: str, what: str, kind: type[KVFlowError] = RequestError) ->
 def importing_part(name: str, what: str, kind: type[KVFlowError]) -> Iterator[None]:
     """Context manager around imports from the optional part `name`.
 
-    If the part is missing, raise an error of class `kind`, which says that `what`, a request or device, needs the part.
+    If the part or another one that it imports is missing, raise an error of class `kind`, which says that `what`, a
+    request or device, needs it.
     """
     try:
         yield
     except (KeyError, ModuleNotFoundError) as error:
-        if isinstance(error, ModuleNotFoundError) and not f"{error.name}.".startswith(f"kvflow.{name}."):
+        package, _, module = (f"kvflow.{name}" if isinstance(error, KeyError) else str(error.name)).partition(".")
+        if package != "kvflow":
             raise  # the part is there, but a package that it imports is missing
-        raise kind(f"{what} needs kvflow.{name}, which is not installed") from error
+        raise kind(f"{what} needs kvflow.{module.partition('.')[0]}, which is not installed") from error
 
 
 def preload(*names: str) -> None:

@@ -286,7 +286,7 @@ RUNTIME_ROWS: tuple[tuple[str, ...], ...] = (
     ("peers/",),
     (
         *("producer/blocks", "producer/lease", "load/requests", "load/flight_resources", "load/flight", "load/plan"),
-        *("load/load", "load/reads", "load/spans"),
+        *("load/load", "load/reads"),
     ),
     ("statistics", "optional"),
     ("producer/", "load/"),

@@ -67,12 +67,14 @@ def test_a_part_that_is_gone_is_named_and_one_that_is_broken_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "kvflow_broken_part.py").write_text("import kvflow_of_nowhere")
+    (tmp_path / "kvflow_needy_part.py").write_text("import kvflow.needed.module")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(parts, "PARTS", {"gone": "kvflow.gone.module", "broken": "kvflow_broken_part"})
+    names = {"gone": "kvflow.gone.module", "broken": "kvflow_broken_part", "needy": "kvflow_needy_part"}
+    monkeypatch.setattr(parts, "PARTS", names)
     with pytest.raises(ModuleNotFoundError, match="kvflow_of_nowhere"):
         parts.import_part("broken", "request 'req'")
-    for name in ("gone", "unknown"):
-        with pytest.raises(RequestError, match=f"^request 'req' needs kvflow.{name}, which is not installed$"):
+    for name, missing in (("gone", "gone"), ("unknown", "unknown"), ("needy", "needed")):
+        with pytest.raises(RequestError, match=f"^request 'req' needs kvflow.{missing}, which is not installed$"):
             parts.import_part(name, "request 'req'")
 
 
@@ -129,10 +131,12 @@ async def test_a_cache_that_peers_cannot_read_needs_staging(monkeypatch: pytest.
             pass
 
 
-@pytest.mark.parametrize("scratch", ["auto", "always"])
-async def test_small_pieces_are_read_one_by_one_without_staging(monkeypatch: pytest.MonkeyPatch, scratch: Any) -> None:
-    """Unless they must not be."""
-    monkeypatch.delitem(parts.PARTS, "staging")
+@pytest.mark.parametrize(("part", "scratch"), [("staging", "auto"), ("growing", "auto"), ("staging", "always")])
+async def test_small_pieces_are_read_one_by_one_without_staging(
+    monkeypatch: pytest.MonkeyPatch, part: str, scratch: Any
+) -> None:
+    """Unless they must not be. What reads through buffers has growing's spans."""
+    monkeypatch.delitem(parts.PARTS, part)
     opened = RecordingEngines()
     opened.device = CacheDevice  # type: ignore[method-assign,assignment]
     async with opened.engine("p", NHD) as producer, opened.engine("c", HND, scratch=scratch) as consumer:

@@ -20,12 +20,12 @@ from kvflow.errors import COMPUTE
 from kvflow.growing.growing_leases import GrowingLeases
 from kvflow.growing.lease_questions import FollowedLease, LeaseQuestions
 from kvflow.growing.pending_tickets import PendingTickets
+from kvflow.growing.spans import STOP_TOKEN, DirectSpans, PromptSpan, SpanPlanner, SpanQueue
 from kvflow.runtime.clock import Alarm
 from kvflow.runtime.load.flight import CopyGroup, Flight
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.plan import MatchedChunks, Plan
 from kvflow.runtime.load.reads import direct_reads
-from kvflow.runtime.load.spans import STOP_TOKEN, DirectSpans, PromptSpan, SpanPlanner, SpanQueue
 from kvflow.runtime.optional import Growing
 from kvflow.runtime.part import PartHost
 from kvflow.runtime.peers.peer import Source
@@ -72,6 +72,7 @@ class GrowingLoads:
         """Read the load's blocks while they are being computed. Return True if the leases covered the whole read."""
         self.loads_begun += 1
         spans = self._host.steps.staging_for(load, plan) or DirectSpans(self.limits)
+        assert isinstance(spans, SpanPlanner), "what reads through buffers plans their spans"
         read = _GrowingRead(self, spans, load, flight, plan.matched)
         try:
             return await flight.read_groups(read.copy_groups())

@@ -414,7 +414,7 @@ async def _prepare_memory(
         staging=staging,
         served_layers=served,
         addresses=addresses,
-        scratch="never" if config.scratch == "auto" and "staging" not in PARTS else config.scratch,
+        scratch="never" if config.scratch == "auto" and not {"staging", "growing"} <= PARTS.keys() else config.scratch,
     )
 
 

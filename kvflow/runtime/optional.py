@@ -21,7 +21,6 @@ from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.load import Load, LoadPerformer
 from kvflow.runtime.load.plan import MatchedChunks, Plan
 from kvflow.runtime.load.requests import LoadReport
-from kvflow.runtime.load.spans import SpanPlanner
 from kvflow.runtime.memory import BlockCopier, HostBlocks
 from kvflow.runtime.peers.peer import Source
 from kvflow.runtime.producer.blocks import LeaseCopies, OfferedBlocks
@@ -56,8 +55,8 @@ class Growing(Protocol):
     def read_growing(self, load: Load, flight: Flight, plan: Plan) -> Awaitable[bool]: ...
 
 
-class Staging(SpanPlanner, Protocol):
-    """What is needed of `kvflow.staging`: reads through buffers, of whole loads or span by span, and leases' copies."""
+class Staging(Protocol):
+    """What is needed of `kvflow.staging`: reads of loads through buffers, and the copies of leased blocks."""
 
     async def prepare(self) -> None: ...
 

@@ -16,13 +16,13 @@ import numpy as np
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks
+from kvflow.growing.spans import PromptSpan, SourcePart, SpanQueue, all_spans, parts_by_group, parts_by_source
 from kvflow.logs import logger_of
 from kvflow.runtime.copy_thread import run_all
 from kvflow.runtime.load.flight import CopyGroup, Flight, Read, SealPieceOf
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.plan import Plan
 from kvflow.runtime.load.reads import may_use_scratch, reads_of_chunks
-from kvflow.runtime.load.spans import PromptSpan, SourcePart, SpanQueue, all_spans, parts_by_group, parts_by_source
 from kvflow.runtime.memory import CopyDirection, HostBlocks
 from kvflow.runtime.optional import Staging
 from kvflow.runtime.part import PartHost

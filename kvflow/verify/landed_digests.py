@@ -10,11 +10,11 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
 
 from kvflow.core.plan.block_map import BlockMap
+from kvflow.growing.spans import DirectSpans, PromptSpan, SpanQueue, all_spans
 from kvflow.limits import Limits
 from kvflow.runtime.load.flight import CopyGroup, Flight, SealPieceOf
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.plan import Plan
-from kvflow.runtime.load.spans import DirectSpans, PromptSpan, SpanQueue, all_spans
 from kvflow.runtime.peers.peer import Source
 from kvflow.verify.cache_digests import DigestedCache, DigestSpec
 from kvflow.verify.digests import add_digests

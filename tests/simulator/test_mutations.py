@@ -24,13 +24,13 @@ from kvflow.errors import KVFlowError, LeaseExpired
 from kvflow.failover.several_tickets import Attempts
 from kvflow.growing.growing_loads import GrowingLoads
 from kvflow.growing.lease_questions import LeaseQuestions
+from kvflow.growing.spans import PromptSpan, SpanQueue
 from kvflow.runtime.copy_thread import CopyThread
 from kvflow.runtime.load import plan, steps
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.flight_resources import Poller
 from kvflow.runtime.load.leases import LeaseIdNotifier
 from kvflow.runtime.load.requests import LoadReport
-from kvflow.runtime.load.spans import PromptSpan, SpanQueue
 from kvflow.runtime.peers import peer
 from kvflow.runtime.peers.peer import Connection, Peer, Source
 from kvflow.runtime.producer.blocks import HeldBlocks, OfferedBlocks

@@ -34,9 +34,9 @@ from kvflow.errors import (
     RuntimeClosed,
     TransferFailed,
 )
+from kvflow.growing.spans import DirectSpans
 from kvflow.runtime.copy_thread import CopyThread
 from kvflow.runtime.load.requests import Verification
-from kvflow.runtime.load.spans import DirectSpans
 from kvflow.runtime.world import World
 from kvflow.testing.pair import CacheSize
 from kvflow.transport.base import TransportError

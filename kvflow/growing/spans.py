@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks
@@ -192,6 +192,7 @@ def _unit_of(parts: Sequence[SourcePart], local_tokens: int) -> tuple[int, int]:
     return unit, sum(size_bytes * (unit // tokens) for size_bytes, tokens in permuted)
 
 
+@runtime_checkable
 class SpanPlanner(Protocol):
     """Cuts a load into span queues, and plans the reads of each span: straight into the cache, or through buffers."""
 
