@@ -32,6 +32,9 @@ def run_page(play: Play, text: str = PAGE) -> None:
     """Run the page's program, and `play` while it serves, in virtual time; afterwards every block must be back."""
 
     async def main() -> None:
+        # A page with a mistake loses errors of its tasks. asyncio would log each one, with its traceback, when the
+        # garbage of this test is collected: in the middle of some later test.
+        asyncio.get_running_loop().set_exception_handler(lambda _, __: None)
         cluster = InprocCluster()
         async with embedded(cluster) as engine, AsyncExitStack() as stack:
             with pytest.MonkeyPatch.context() as patch:
