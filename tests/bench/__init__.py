@@ -8,11 +8,11 @@ clocks    CPU time, and how late a loop is           busy      processes that co
 transfer/ kvflow against raw NIXL in three ways      topology  loads between ranks that cut the cache differently
 fairness  small loads behind huge ones
 
-flow/     leases that grow beside whole prompts, over links of different speed; many of them at once
+flow      many leases that grow at once              pages     prompts of many pages of one token
 fleet/    a thousand ranks of each kind, in virtual time
 peers/    kvflow against other libraries, where they are installed: `python3 dev.py peers`
-profiling where the time of small loads goes       planning  the planner, without any transfer
-verifying loads with checksums beside loads without    never_idle  loads beside a loop that is never idle
+profiling where the time of small loads goes       surviving loads of several tickets whose producer dies
+verifying loads with checksums beside others       never_idle loads beside a loop that is never idle
 pairs     a producer and a reader in processes of their own, as most of these have them
 
 Beside them are the tests of these and of `kvflow.bench`.

@@ -10,12 +10,10 @@ from tests.bench.commands import add_scenario
 from tests.bench.fairness import Fairness
 from tests.bench.fleet.figure import draw
 from tests.bench.fleet.scenario import FleetBench
-from tests.bench.flow.scenario import Flow
+from tests.bench.flow import Flow
 from tests.bench.never_idle import NeverIdle
 from tests.bench.pages import Pages
 from tests.bench.peers.scenario import Peers
-from tests.bench.planning import Planning
-from tests.bench.prefixes import PrefixPulls
 from tests.bench.profiling import Profile
 from tests.bench.scenario import Outcome, Scenario
 from tests.bench.surviving import Surviving
@@ -29,8 +27,6 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "fairness": Fairness,
     "peers": Peers,
     "pages": Pages,
-    "planning": Planning,
-    "prefixes": PrefixPulls,
     "profile": Profile,
     "surviving": Surviving,
     "verifying": Verifying,
