@@ -1,4 +1,4 @@
-"""`python3 dev.py bars`: how large the house is, for this checkout or for those that are named."""
+"""`python3 dev.py bars`: the size of the code in this checkout, or in the checkouts that are named."""
 
 from __future__ import annotations
 

@@ -23,10 +23,10 @@ __all__ = ["written"]
 HERE = Path(__file__).parent
 collect_ignore = ["ray", "sglang", "vllm"]  # each has an environment and a pytest.ini of its own
 COMPUTING = ("core", "simulator", "testing")
-"""Tests that compute and wait for nothing, so the bound of those that hang is none for them."""
+"""Tests that only compute. Their time limit is longer."""
 
 PROCESSES = ("accelerator", "nixl", "bench", "gpu", "examples", "doctor", "cli")
-"""Tests that start processes of their own: those of one file run one after the other, and share what they make."""
+"""Tests that start processes. Tests of one file run one after the other, and share their processes."""
 
 LOOPS = ("asyncio", "uvloop")
 VARIANTS = (*LOOPS, "shm", "tcp", "UCX", "UCX,POSIX")

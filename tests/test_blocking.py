@@ -75,7 +75,7 @@ class Pair:
         return self.consumer.load_blocks(load_request(lease))
 
     def start_held(self, lease: Lease) -> Load:
-        """A load whose read is posted, and held."""
+        """Start a load. Its read is posted, and held."""
         self.made[1].faults.hold = True
         load = self.consumer.start_load(load_request(lease))
         on_loop(self.consumer, lambda runtime: until(lambda: runtime.statistics().transport.open_reads))
@@ -171,7 +171,7 @@ def test_a_hand_over(pair: Pair) -> None:
 
 
 def test_verbs_are_those_of_asyncio_and_say_so() -> None:
-    """What `help()` shows of a verb: the arguments of its sister, those that only threads need aside, and words."""
+    """`help()` of a verb shows the arguments of the asyncio verb, apart from arguments for threads, and a text."""
     pairs = [(Runtime, asynchronous.Runtime), (Lease, AsyncLease)]
     for ours, theirs in pairs:
         verbs = [name for name in vars(theirs) if not name.startswith("_") and callable(getattr(ours, name, None))]
@@ -486,7 +486,7 @@ def stuck(runtime: Runtime) -> Iterator[None]:
 
 
 def test_a_stuck_loop_keeps_nobody_waiting() -> None:
-    """Verbs that wait for the loop's thread alone: each ends by itself, and what it asked for is not done later."""
+    """Verbs that only wait for the loop's thread end by themselves, and their work is not done later."""
     with opened_pair(InprocNetwork(), config=PLAIN) as pair:
         lease = pair.producer.serve_blocks(ServeRequest("req", [1, 2], num_tokens=12, computed_tokens=0))
         waits: dict[str, Callable[[], object]] = {
@@ -523,7 +523,7 @@ def test_who_follows_a_load_on_a_stuck_loop_waits_as_long_as_it_may_take() -> No
 
 
 def test_work_cancelled_before_its_first_step_is_done(pair: Pair) -> None:
-    """The loop hears of both in one turn, so the task never runs: its handle is settled all the same."""
+    """The loop gets both in one turn, so the task never runs; its handle is settled nevertheless."""
 
     async def start_and_cancel(_: asynchronous.Runtime) -> tuple[Load, concurrent.futures.Future[None]]:
         load, pending = pair.consumer.start_load(load_request(lease)), pair.consumer.start(never)

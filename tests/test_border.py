@@ -72,7 +72,7 @@ CONFIG = Config(engine_id="any", drain_timeout_s=1.0, limits=Limits(seal_hold_s=
 
 @dataclass(slots=True)
 class Sides:
-    """A pair whose loop runs only while it is asked for something."""
+    """A pair with a loop that runs only inside `run`."""
 
     runner: asyncio.Runner
     pair: InprocPair
@@ -414,7 +414,7 @@ def test_the_looking_sees_what_is_public() -> None:
 
 
 def wrong_for_anything() -> list[Any]:
-    """Values that are right for no parameter but those that take anything."""
+    """Return values that are wrong for every parameter that does not accept anything."""
     return [object(), Hostile(), HostileList(), int, 1j, 1.5, -1, b"x", [None], [Hostile()], "\ud800", {1: 2}, [[]]]
 
 

@@ -46,7 +46,7 @@ def test_importing_a_module_builds_its_structs() -> None:
 
 
 def test_every_type_is_decoded_by_a_decoder_of_its_module() -> None:
-    """Not by `decode(..., type=...)`, which builds what it needs when it is called, and for a union each time."""
+    """`decode(..., type=...)` builds its decoder at the call, and for a union at every call."""
     seen = 0
     for path, tree in SOURCES.items():
         functions = [node for node in nodes(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]

@@ -109,7 +109,7 @@ def test_too_long_a_list_is_refused_before_it_is_looked_at() -> None:
 
 
 def test_the_lists_of_wrong_values_hold_what_is_wrong_only() -> None:
-    """Guards the tests of the border, which show each field all of them."""
+    """Guards the tests of the border, which use these lists for every field."""
     right: dict[str, Any] = {"int": 1, "float": 1.0, "bool": True, "str": "text", "Sequence[int]": [1]}
     for asked, value in right.items():
         for form in alike(value):

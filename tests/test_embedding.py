@@ -14,6 +14,7 @@ import pytest
 import torch
 from doc_blocks import PAGES, blocks_of, check_blocks
 from doc_embedding import BLOCKS, Embedded, embedded
+from tests_support import lose_errors
 
 import kvflow
 from kvflow import Lease, LeaseOutcome, LoadRequest, ServeRequest, errors
@@ -32,9 +33,7 @@ def run_page(play: Play, text: str = PAGE) -> None:
     """Run the page's program, and `play` while it serves, in virtual time; afterwards every block must be back."""
 
     async def main() -> None:
-        # A page with a mistake loses errors of its tasks. asyncio would log each one, with its traceback, when the
-        # garbage of this test is collected: in the middle of some later test.
-        asyncio.get_running_loop().set_exception_handler(lambda _, __: None)
+        lose_errors()
         cluster = InprocCluster()
         async with embedded(cluster) as engine, AsyncExitStack() as stack:
             with pytest.MonkeyPatch.context() as patch:
@@ -88,7 +87,7 @@ async def offer_is_given_back(lease: Lease) -> None:
 
 
 async def held_load(engine: Embedded, lease: Lease | None = None) -> asyncio.Task[None]:
-    """A request whose reads are posted and do not end."""
+    """Return the task of a request with posted reads that do not end."""
     engine.transport.faults.hold = True
     decoding = asyncio.create_task(engine.decode(wanted(lease or offer(engine))))
     await asyncio.wait([decoding], timeout=1.0)
@@ -351,7 +350,7 @@ def test_a_mistake_on_the_page_is_found(old: str, new: str, names: list[str]) ->
 
 
 def test_a_load_that_does_not_end_with_its_request_is_cancelled() -> None:
-    """Who waits in another way, as between steps of its own, leaves it under way when it is cancelled."""
+    """An engine that polls instead of awaiting must cancel the load, or the load outlives its request."""
     polls = "        while not load.done:\n            await asyncio.sleep(0.01)\n        await load\n"
     page, forgotten = PAGE.replace("        await load\n", polls), "    load.cancel()  #"
     assert page != PAGE

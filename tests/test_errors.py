@@ -199,7 +199,7 @@ DRAWN = re.compile(r"^    ((?:\|  |   )*)[|`]- (\w+) +(\w+) +(retry|do not retry
 
 
 def drawing() -> dict[str, tuple[str, Blame, bool, bool]]:
-    """Each class of the drawing: its parent, and what it answers."""
+    """Return the parent and the properties of each class of the drawing."""
     above: dict[int, str] = {-1: "KVFlowError"}
     found = {}
     for indent, name, blame, again, memory, _ in DRAWN.findall(errors.__doc__ or ""):
@@ -276,7 +276,7 @@ WHEN_FULL: dict[str, type[KVFlowError] | str] = {
 
 
 def test_an_engine_that_is_full_never_blames_its_caller_and_says_that_another_may_do_it() -> None:
-    """Each is raised in the tests of what it bounds: `test_leases_are_bounded_and_the_limit_is_named` and others."""
+    """The test of each limit raises it: `test_leases_are_bounded_and_the_limit_is_named` and others."""
     fields = [*dataclasses.fields(kvflow.Config), *dataclasses.fields(kvflow.Limits)]
     limits = {field.name for field in fields if field.name.endswith("_max")}
     assert limits | {"bytes_max"} == WHEN_FULL.keys()

@@ -1,4 +1,4 @@
-"""Python on hosts in FIPS mode refuses hashes that are not approved, unless they are said to be of no secret."""
+"""Python on hosts in FIPS mode refuses unapproved hashes, unless they are marked as not used for security."""
 
 from __future__ import annotations
 

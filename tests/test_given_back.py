@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
-from tests_support import PATIENT, WAIT_S, Records, limited, until
+from tests_support import PATIENT, WAIT_S, Records, limited, lose_errors, until
 
 from kvflow import Config, Lease, LoadRequest, Runtime, ServeRequest, Ticket, blocking
 from kvflow.errors import KVFlowError
@@ -38,7 +38,7 @@ Memory: TypeAlias = list[weakref.ref[Any]]
 
 @dataclass(frozen=True)
 class Scene:
-    """A producer and a consumer whose caches nobody but their runtimes has."""
+    """A producer and a consumer with caches that only their runtimes reference."""
 
     producer: Runtime
     consumer: Runtime
@@ -71,7 +71,7 @@ class Scene:
         return self.consumer.load_blocks(LoadRequest("req", ticket, [0, 1], **options))
 
     async def held(self) -> Load:
-        """A load whose reads are held."""
+        """Return a load with held reads."""
         self.transport.faults.hold = True
         load = self.start(self.offer().ticket)
         await until(lambda: self.transport.held)
@@ -98,7 +98,7 @@ async def error_of(work: Awaitable[object]) -> BaseException:
 
 
 async def register(runtime: Runtime) -> Memory:
-    """Register a cache that nobody else has. Return its tensors, and those of its host buffers if there are any."""
+    """Register a cache without other references to it. Return its tensors, and those of its host buffers."""
     kv_caches, cache = SIZE.make(runtime.config.engine_id)
     await runtime.register_kv_caches(kv_caches, cache.layout)
     layers = [layers for one in runtime._supervisor.require_host().memory.staging for layers, _ in one.layers]
@@ -287,6 +287,7 @@ async def blocks_that_are_stored(one: Scene) -> object:
 @pytest.mark.parametrize("verb", ["unregister", "aclose"])
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda made: made.__name__)
 async def test_no_public_object_keeps_a_cache(scenario: Scenario, verb: str, staging: Any, tmp_path: Path) -> None:
+    lose_errors()
     async with opened(tmp_path, replace(BRIEF, staging=staging)) as one:
         kept = await scenario(one)
         for runtime in (one.consumer, one.producer):

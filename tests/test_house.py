@@ -1,4 +1,4 @@
-"""The rules of the house (docs/architecture.md): who may import whom, what stays out, what is public."""
+"""The rules of the house (docs/architecture.md): allowed imports, purity, and public names."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Trees(Mapping[str, ast.Module]):
 BENCH_FILES = {path for path in (ROOT / "tests/bench").rglob("*.py") if not path.name.startswith("test_")}
 BENCH_FILES |= {path for path in (ROOT / "tests/simulator").rglob("*.py") if not path.name.startswith("test_")}
 BENCH_FILES |= {ROOT / "tests/bars.py", *(ROOT / "tests/gpu").rglob("*.py")}
-"""Of those who work on kvflow: programs like the package's, and no tests of its behaviour."""
+"""Programs for work on kvflow: checked like the package, since they are no tests."""
 SOURCES = Trees(PACKAGE.rglob("*.py"))
 BENCHES = Trees(BENCH_FILES)
 OTHER_ENGINES = ("ray", "sglang", "vllm")
@@ -260,7 +260,7 @@ def test_imports_point_to_the_inner_rings() -> None:
 
 
 def outward_imports() -> set[tuple[str, str]]:
-    """Files, and those that they import although these are further out."""
+    """Yield each file, and the imports of the file that point outwards."""
     pairs = {(path, file) for path, tree in SOURCES.items() for name in imports(path, tree) if (file := file_of(name))}
     assert len(pairs) > 1000, "the test saw nothing"
     return {(path, file) for path, file in pairs if points_outwards(part_of(path), part_of(file))}
@@ -346,7 +346,7 @@ HUBS_MAX = {"RankContext": 12, "Incarnation": 12, "PartHost": 13}
 
 
 def test_nothing_hangs_on_one_object() -> None:
-    """What makes all objects of a cache is known to those that end it, and keeps little; facts are few."""
+    """The object that makes all others is known only where they end, and keeps little. A rank has few facts."""
     makers = {
         path
         for path in SOURCES
@@ -458,7 +458,7 @@ def test_nixl_and_zmq_have_one_home_each() -> None:
 
 
 def test_what_kvflow_is_compared_with_runs_none_of_it() -> None:
-    """The raw contenders of the bench: what they and all that they import take from kvflow is of the bench itself."""
+    """The raw contenders of the bench: they, and the modules that they import, use only the bench of kvflow."""
     found, rest = set[str](), [*COMPARED_WITH_KVFLOW, "tests/bench/transfer/ranks.py"]
     while rest:
         path = rest.pop()

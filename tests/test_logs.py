@@ -83,7 +83,7 @@ def test_a_logger_has_one_filter_and_its_own_place(written: Written) -> None:
 
 
 class FailingObserver:
-    """Its own code quotes what it is told."""
+    """An observer that raises an error with a forged log line."""
 
     def load_ended(self, record: object) -> None:
         raise ValueError(FORGED)

@@ -36,7 +36,7 @@ sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in 
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """The package and its tests, without what is made of them."""
+    """A copy of the package and its tests, without generated files."""
     unwanted = shutil.ignore_patterns("__pycache__", ".*")
     for name in ("kvflow", "tests", "examples"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=unwanted)
@@ -150,7 +150,7 @@ async def test_small_pieces_are_read_one_by_one_without_staging(
 
 
 async def test_a_lease_that_grows_and_a_load_of_one_need_growing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is refused has taken nothing."""
+    """A refused call has taken nothing."""
     needs = r"^request .req.: a {} needs kvflow\.growing, which is not installed$"
     async with inproc_pair() as pair:
         producer, consumer = pair.producer.runtime, pair.consumer.runtime

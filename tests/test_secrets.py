@@ -126,7 +126,7 @@ def shown(tmp_path: Path, written: Written) -> Iterator[Shown]:
 
 
 class Failing:
-    """An observer that quotes what it is given."""
+    """An observer that raises an error with its argument's repr."""
 
     def load_ended(self, record: object) -> None:
         raise ValueError(repr(record))

@@ -160,7 +160,7 @@ def test_a_lease_is_open_exactly_until_its_one_end() -> None:
 
 
 def test_bytes_are_posted_only_from_pending_and_only_their_end_makes_blocks_safe_again() -> None:
-    """Nothing posts into blocks whose transfer has ended (invariant I1)."""
+    """Nothing posts into blocks after their transfer has ended (invariant I1)."""
     safe = transfer_blocks_safe
     begins = ways(TRANSFER_TABLE, lambda state, _, after: safe(state) and not safe(after))
     assert {way[:2] for way in begins} == {(TransferState.PENDING, "post")}

@@ -1,4 +1,4 @@
-"""Tests on the stand-in accelerator, which is built by the first of them; they skip where it cannot be."""
+"""Tests on the stand-in accelerator. The first test builds it; all are skipped where it cannot be built."""
 
 from __future__ import annotations
 

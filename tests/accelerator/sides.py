@@ -1,4 +1,4 @@
-"""Engines with caches on the stand-in, whose bytes are seen as a kernel sees them that is launched now."""
+"""Engines with caches on the stand-in. A test sees the bytes that a kernel would see if it were launched now."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class StandIn:
 
 @functools.cache
 def load() -> StandIn:
-    """Build the stand-in if nobody has, and register it with torch. Raises NotBuilt."""
+    """Build the stand-in unless it is built, and register it with torch. Raises NotBuilt."""
     path = built()
     torch.utils.rename_privateuse1_backend(KIND)
     standin = StandIn(path)

@@ -1,7 +1,7 @@
 """Hand-overs between caches on the stand-in: nothing is sealed, and no load reported, before its copies have run.
 
-Devices are held until everything else has happened that can: either the host waits for the device, or somebody has
-reported bytes that are not there.
+A test holds the device until everything else has happened. So either the host waits for the device, or a report of
+bytes that are not in memory is found.
 """
 
 from __future__ import annotations

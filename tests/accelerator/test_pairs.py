@@ -1,4 +1,4 @@
-"""Pairs of unlike engines: one of them staged, other layouts, other block sizes, other numbers."""
+"""Pairs of unlike engines: one of the two is staged, or has another layout, block size or number of blocks."""
 
 from __future__ import annotations
 

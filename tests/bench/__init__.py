@@ -1,4 +1,4 @@
-"""Benches for those who work on kvflow: `python3 dev.py bench NAME`.
+"""Benches for work on kvflow itself: `python3 dev.py bench NAME`.
 
 scenario  the harness: ranks are started, take turns, and a judge looks at the samples
 targets   promises and whether they were kept, pure

@@ -1,4 +1,4 @@
-"""CPU time of processes, and how late an event loop is. Ranks measure both beside what they do."""
+"""CPU time of processes, and lag of an event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which blocks of a turn are compared: all of them, or a few of each load."""
+"""The blocks of a turn to compare: all blocks, or a few of each load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Consumer ranks whose loads, and what is compared of them, are separate steps; several of them on one memory."""
+"""Consumer ranks, several on one memory. Loading and comparing are separate steps."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ async def open_consumers(ranks: Sequence[tuple[kvflow.Config, CacheShape]]) -> A
 
 
 class Consumers:
-    """All ranks of the consumer, by number: a runtime for each cut, on the same memory. One of them loads at a time.
+    """All ranks of the consumer, by number: a runtime for each cut, on the same memory. One rank loads at a time.
 
-    The rank that most cases have is one runtime, which talks to all of their producers.
+    Most cases use the same rank, a single runtime that reads from all producers.
     """
 
     def __init__(self, ranks: Sequence[tuple[kvflow.Runtime, BenchCache]]) -> None:

@@ -2,7 +2,7 @@
 
 A round measures everything once, and a ratio is always within a round, so what else the machine does counts on both
 sides of it. Small loads come one after the other with random pauses, so that they meet a huge load's slices at any
-moment. Those that were not needed when the huge loads ended are made afterwards, untimed: the producer waits for all.
+moment. Small loads that are left when the huge loads end are made afterwards, untimed: the producer waits for all.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class LoadTimes:
 class Delay:
     """Measure the delay of small loads behind huge ones, in times of one slice.
 
-    The percentile of those behind, less the same one of those alone: medians over the rounds of the ratio within each.
+    The delay is a percentile of the small loads behind huge loads, less the same percentile of small loads alone, in
+    times of one slice. Each row is the median over the rounds.
     """
 
     p50: float
@@ -90,7 +91,7 @@ class Fairness:
 
     @property
     def counts(self) -> dict[str, list[int]]:
-        """Blocks of each load of a round. SettingsError if a huge one is no whole number of them, or too small."""
+        """Return the blocks of each load of a round. SettingsError if a huge load has no whole number of blocks."""
         block_bytes = CacheShape(layers=_LAYERS, blocks=1).block_size_bytes
         slice_bytes = READER.limits.slice_bytes_max
         huge_blocks, rest = divmod(self.size * MIB, block_bytes)
@@ -179,7 +180,7 @@ class FairnessReader:
         self._cache = cache
 
     async def round(self, loads: Loads, tickets: Sequence[Ticket]) -> Round:
-        """Do all loads of a round, whose tickets are in the same order."""
+        """Do all loads of a round. `tickets` are in the order of the loads."""
         local_ids, remote_ids = blocks_to_compare(chain(*loads.values()), check_all=False)
         self._cache.poison(local_ids)
         rest, pauses = iter(tickets), random.Random(loads["wake"][0].request_id)

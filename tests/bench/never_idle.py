@@ -1,6 +1,6 @@
 """The bench `never-idle`: what a loop that is never idle costs a load (docs/decisions/0033-bursts-and-threads.md).
 
-A task of the reader's loop computes for as long as a turn takes, lets others run, and begins anew; loads go one after
+A task of the reader's loop computes for as long as a turn takes, lets others run, and starts again; loads go one after
 the other beside it. For each length of a turn and each switch interval of Python's lock (`sys.setswitchinterval`, the
 host's to set). The producer is another process; bytes go through shared memory. Threads are starved only where cores
 are free: on a busy machine run it under `chrt -f 1`, and only for some seconds.

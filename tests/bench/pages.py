@@ -46,7 +46,7 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagesRow:
-    """Prompts of so many pages."""
+    """Times for prompts of `pages` pages."""
 
     pages: int
     ids: str

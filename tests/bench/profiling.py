@@ -332,7 +332,7 @@ class ProfiledReader:
 
 
 def _thread_clocks() -> dict[str, list[int]]:
-    """The CPU clocks of this process's Python threads, by what they do."""
+    """The CPU clocks of this process's Python threads, by the work of the thread."""
     clocks: dict[str, list[int]] = {_LOOP: [], _AGENTS: [], _OTHERS: []}
     for thread in threading.enumerate():
         own = thread is threading.current_thread()

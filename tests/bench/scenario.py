@@ -27,14 +27,14 @@ class SpinningRank(RankProcess):
 
 @contextlib.contextmanager
 def paused(children: Iterable[Child]) -> Iterator[None]:
-    """Stop those that spin inside the block, so that they take no core from the others."""
+    """Stop the spinning children inside the block, so that they take no core from the others."""
     with send_signals(signal.SIGSTOP, signal.SIGCONT, children):
         yield
 
 
 @contextlib.contextmanager
 def resumed(children: Iterable[Child]) -> Iterator[None]:
-    """Let those that are stopped run inside the block."""
+    """Let the stopped children run inside the block."""
     with send_signals(signal.SIGCONT, signal.SIGSTOP, children):
         yield
 
@@ -54,7 +54,7 @@ def send_signals(before: signal.Signals, after: signal.Signals, children: Iterab
 
 @contextlib.contextmanager
 def open_ranks(ranks: Sequence[RankProcess], environment: Environment) -> Iterator[Children]:
-    """Start ranks as `open_children` does. Those that spin leave last, woken all at once."""
+    """Start ranks as `open_children` does. Spinning ranks end last, and are woken all at once."""
     spinning = [rank for rank in ranks if isinstance(rank, SpinningRank)]
     others = [rank for rank in ranks if not isinstance(rank, SpinningRank)]
     with (
@@ -69,7 +69,7 @@ def open_ranks(ranks: Sequence[RankProcess], environment: Environment) -> Iterat
 class Turn:
     """The work of some children while the others rest. What `run` returns is a sample, kept under `key`.
 
-    `note` is told the user, of turns in a row that have the same one once.
+    `note` is printed once for successive turns with the same note.
     """
 
     key: Hashable
@@ -116,7 +116,7 @@ class Outcome:
 
 
 class Scenario(Protocol):
-    """A measurement: a dataclass whose fields are the options of its command, and its docstring the help.
+    """A measurement: a dataclass. Its fields are the options of its command, and its docstring is the help.
 
     A field is annotated with its type, its help and, if that is not 1 or 0.1, the least that it may be.
     """

@@ -42,7 +42,7 @@ class Fate(StrEnum):
 
 
 class Survived(NamedTuple):
-    """One load, and whose bytes it has."""
+    """One load, and the producer that its bytes came from."""
 
     seconds: float
     outcomes: tuple[str, ...]
@@ -74,7 +74,7 @@ class Reader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MomentRow:
-    """Loads whose first source met its fate at one moment, a share of a healthy load's time."""
+    """Loads during which the first source was killed or stopped, at one moment: a share of a healthy load's time."""
 
     moment: float
     load_s: Spread

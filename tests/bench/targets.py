@@ -21,7 +21,7 @@ class Verdict(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetRow:
-    """One promise. `measured` is the worst value of those it covers; `where` says which that was."""
+    """One promise. `measured` is the worst of its values; `where` names that value."""
 
     target: str
     need: str

@@ -1,4 +1,4 @@
-"""The clocks of the bench measure what they say."""
+"""The clocks of the bench."""
 
 from __future__ import annotations
 

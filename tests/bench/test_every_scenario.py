@@ -41,7 +41,7 @@ def check_transfer(report: Report) -> None:
 
 
 def check_peers(report: Report) -> None:
-    """Who is not installed is left out, and said to be."""
+    """Contenders that are not installed are left out, and the report names them."""
     rows = report["speed"]
     left_out = {row["contender"]: row["why"] for row in report.get("left out", [])}
     assert all("not installed" in why or "import" in why for why in left_out.values())

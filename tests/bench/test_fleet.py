@@ -17,7 +17,7 @@ from tests.bench.targets import Verdict
 
 @pytest.fixture(scope="module")
 def phases() -> dict[str, PhaseResult]:
-    """Of a small fleet whose ranks take long to answer."""
+    """Phases of a small fleet with ranks that answer slowly."""
     shape = FleetShape(prefill=12, decode=12, peers=8, hot=2)
     return {row.phase: row for row in run_fleet(shape, Costs(answer_s=0.02), rate=1.0)}
 

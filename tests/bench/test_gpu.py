@@ -1,4 +1,4 @@
-"""`dev.py gpu`: what its experiments are told and find, tried with real processes, small and on a CPU."""
+"""`dev.py gpu`: the options and results of its experiments, tried with real processes, small and on a CPU."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_work_of_the_device_that_stands_for_a_stream_is_late_and_in_order() -> N
 
 @each("own_stream", [False, True])
 def test_work_of_a_cuda_device_is_launched_behind_its_pause_and_before_its_event(own_stream: bool) -> None:
-    """As torch.cuda is told in its order, which proves nothing of CUDA."""
+    """Checks the order of the calls to torch.cuda, which proves nothing about CUDA."""
     cuda = MagicMock()
     cuda.Event.return_value.elapsed_time.return_value = 50.0
     with patch.object(torch, "cuda", cuda):
@@ -216,7 +216,7 @@ def test_work_of_a_cuda_device_is_launched_behind_its_pause_and_before_its_event
 
 
 async def test_an_engine_fills_blocks_behind_what_its_device_was_told_before() -> None:
-    """Else what one turn of an experiment launches may land in blocks that the next turn has filled and offered."""
+    """Otherwise the work of one turn may write to blocks that the next turn has filled and offered."""
     ids = [1, 2, 3]
     async with open_engine(EngineSetup(engine_id="engine", config={"transport": "inproc"})) as engine:
         await engine.do_compute_and_offer("late", ids, value=7.0, delay_s=0.05)

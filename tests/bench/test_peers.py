@@ -1,4 +1,4 @@
-"""The bench `peers`: its options, who is left out and why, and from turns to ratios and a verdict."""
+"""The bench `peers`: its options, the contenders that it leaves out, and its ratios and verdict."""
 
 from __future__ import annotations
 

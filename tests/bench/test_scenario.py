@@ -1,4 +1,4 @@
-"""The harness: who takes turns, whose samples come together, and what a report is made of."""
+"""The harness: the order of turns, the keys of samples, and the contents of a report."""
 
 from __future__ import annotations
 

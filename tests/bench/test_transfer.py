@@ -144,7 +144,7 @@ def test_each_pair_of_each_contender_has_its_turns_and_the_spinning_one_rests() 
 
 
 class Copying:
-    """Moves blocks inside this process, all of them or all but the last."""
+    """Moves blocks inside this process: all blocks, or all but the last."""
 
     def __init__(self, target: BenchCache, *, left_out: int) -> None:
         self._source = BenchCache(target.shape)

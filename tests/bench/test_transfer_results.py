@@ -1,4 +1,4 @@
-"""From turns to rows, and what they say about the targets."""
+"""From turns to rows, and from rows to targets."""
 
 from __future__ import annotations
 

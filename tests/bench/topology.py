@@ -53,7 +53,7 @@ class Cut:
         return MODEL_KV_HEADS // self.tp_size
 
     def shape(self, *, layers: int, tokens: int) -> CacheShape:
-        """Shape of the rank's cache with room for so many tokens."""
+        """Return the shape of the rank's cache with room for `tokens` tokens."""
         return CacheShape(
             layers=layers,
             blocks=tokens // self.block_size,
@@ -185,7 +185,7 @@ class Topology:
         return judge(samples, self.useful_bytes)
 
     def loads_of_turn(self, case: Case, turn: str) -> tuple[PlannedLoad, PlannedLoad]:
-        """A small load that wakes everybody up, untimed, and the one that is measured; they share no block.
+        """Return a small load that wakes all processes, untimed, and the measured load. The two share no block.
 
         All cases of a round move the same tokens, from and to the same blocks as far as they have blocks of one size.
         """
@@ -211,7 +211,7 @@ class Topology:
 
 
 def _run(scenario: Topology, children: Children, case: Case, turn: str, layers: Sequence[int]) -> LoadResult:
-    """Do a turn: the load that wakes everybody up, then the one that is measured and compared."""
+    """Do a turn: the load that wakes all processes, then the load that is measured and compared."""
     wake, load = scenario.loads_of_turn(case, turn)
     consumer, rank = children["consumer"], CONSUMERS.index(case.consumer)
     consumer.run(Consumers.poison, rank, load, layers)

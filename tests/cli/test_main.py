@@ -1,4 +1,4 @@
-"""The entry point: what it says without its extra, and what help it gives with it."""
+"""The entry point: its message without the extra `cli`, and its help."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV hints of routers: who is asked for a prefix, and what is ignored, counted, and said once."""
+"""KV hints of routers: the peers that are asked for a prefix, and hints that are ignored, counted and logged once."""
 
 from __future__ import annotations
 

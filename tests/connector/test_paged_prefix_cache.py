@@ -181,7 +181,7 @@ async def test_who_ends_a_run_may_wait_until_it_is_left() -> None:
 
 
 class Reported:
-    """A `CachedPrompts`, its prefix cache, and what it watches."""
+    """A `CachedPrompts`, its prefix cache, and its watch."""
 
     def __init__(self, groups: int = 1) -> None:
         self.watched: list[int] = []
@@ -215,7 +215,7 @@ def test_each_block_is_told_once_and_watched() -> None:
 
 
 def test_tables_have_null_blocks_in_front_of_a_window() -> None:
-    """Block 0 is one of all unless it is said to be that."""
+    """Block 0 is an ordinary block unless a null block is configured."""
     reports, watched = Reported(groups=2), list[int]()
     reports.cached_prompts = CachedPrompts(SIZE, watched.extend, null_block=0)
     reports.cached_prompts.add("r", prefix_keys(PROMPT[:8], SIZE))
@@ -229,7 +229,7 @@ def test_tables_have_null_blocks_in_front_of_a_window() -> None:
 
 
 def test_what_is_reused_leaves_with_the_next_step() -> None:
-    """And a preempted prompt is told anew."""
+    """A preempted prompt is reported again."""
     reports = Reported()
     reports.cached_prompts.add("r", prefix_keys(PROMPT[:8], SIZE))
     reports.step(("r", 8), blocks=[[5, 6]])
@@ -263,7 +263,7 @@ def test_an_answer_is_told_when_its_request_has_ended(complete: bool) -> None:
 
 
 def end_with_answer(reports: Reported, name: str = "r", tokens: Sequence[int] = PROMPT[:18]) -> None:
-    """End a request whose prompt of nine tokens is in blocks 1 and 2, and whose answer has filled 3 and 4."""
+    """End a request: its prompt of nine tokens is in blocks 1 and 2, and its answer has filled blocks 3 and 4."""
     reports.cached_prompts.add(name, prefix_keys(tokens[:9], SIZE))
     reports.step((name, 9), blocks=[[1, 2, 3]])
     reports.cached_prompts.finish(
@@ -273,7 +273,7 @@ def end_with_answer(reports: Reported, name: str = "r", tokens: Sequence[int] = 
 
 @pytest.mark.parametrize("gone", [3, 4])
 def test_what_an_answer_has_filled_is_not_told_of_blocks_that_are_gone_by_then(gone: int) -> None:
-    """The pool gives a block to another request, whose tokens the very next step writes there."""
+    """The pool gives a block to another request, which writes to it in the next step."""
     reports = Reported()
     end_with_answer(reports)
     reports.cached_prompts.note_reused(gone)
@@ -349,7 +349,7 @@ class Pool:
         self.free = list(range(blocks))
         self.watched: set[int] = set()
         self.requests: dict[str, tuple[list[int], list[int]]] = {}
-        """The tokens and the blocks of each, all of them computed with the next step."""
+        """Tokens and blocks of each request. All tokens are computed by the next step."""
         self.texts: list[list[int]] = []
         self.content: dict[int, tuple[int, ...]] = {}
         """All tokens up to the end of what lies in a block."""
@@ -366,7 +366,7 @@ class Pool:
         return [*tokens, *(self.rng.randrange(3) for _ in range(count))]
 
     def arrive(self, name: str) -> None:
-        """A request comes, whose prompt may go on with what another one was answered; it has its blocks at once."""
+        """Let a request arrive. Its prompt may continue the answer of another request. It gets its blocks at once."""
         tokens = self._continued(self.rng.choice([[], *self.texts]), self.rng.randrange(1, 9))
         count = -(-len(tokens) // SIZE) + 2
         if count > len(self.free):
@@ -406,13 +406,13 @@ class Pool:
         self.texts.append(text[: 6 * SIZE])
 
     def reset(self) -> None:
-        """Nothing of now may be found once the next step is there."""
+        """Reset the cache: after the next step no earlier block may be found."""
         for block in tuple(self.watched):
             self._on_reuse(block)
         self.content.clear()
 
     def check(self) -> int:
-        """Everything that is found holds what it is found for; how much that is."""
+        """Check that every found block holds its tokens. Return the number of found tokens."""
         tokens = 0
         for text in self.texts:
             run = match(self.reports.prefix_cache, text)

@@ -84,7 +84,7 @@ def ask(reader: Engine, *questions: Question) -> Answer:
 
 
 def adopted(reader: Engine, *holders: Engine, cached: int = 0) -> tuple[Ticket, ...]:
-    """The request "d" asks these for 8 tokens, and takes what they offer."""
+    """Let request "d" ask `holders` for 8 tokens, and adopt their offers."""
     answer = ask(reader, question(*holders, cached=cached))
     assert answer.outcome is PrefixOutcome.FOUND
     assert answer.tickets
@@ -276,7 +276,7 @@ async def test_nothing_is_late_if_somebody_was_waited_for_in_vain() -> None:
 
 
 def test_who_has_not_answered_yet_is_not_waited_for_again(pair: Pair) -> None:
-    """Until its answer is there: one that is frozen costs one question."""
+    """Until an answer arrives, a frozen peer costs one question."""
     reader, holder = pair.decode, pair.prefill
     frozen, released = threading.Event(), threading.Event()
     peers = peers_of(reader)
@@ -401,7 +401,7 @@ def test_of_prompts_that_begin_alike_one_asks_and_loads_at_a_time(made: PrefixQu
 
 
 def test_a_scheduler_asks_and_takes_what_is_found(made: PrefixQuestions) -> None:
-    """Of an answer that nobody waits for any more it gives back what it offers."""
+    """If no request waits for an answer any longer, its offers are given back."""
     connector = scheduler(questions=made)
     for name in ("r", "gone"):
         made.add(name, prefix_keys(range(100 * len(name), 100 * len(name) + 12), BLOCK_SIZE), None)
@@ -439,7 +439,7 @@ def test_what_nobody_has_is_asked_for_once(made: PrefixQuestions) -> None:
 
 
 def chat(at: int, blocks: int = 8) -> list[bytes]:
-    """Keys of a conversation of so many blocks after a system prompt of one."""
+    """Return the keys of a conversation of `blocks` blocks, after a system prompt of one block."""
     return prefix_keys([*PROMPT[:BLOCK_SIZE], *[at] * blocks * BLOCK_SIZE], BLOCK_SIZE)
 
 
@@ -456,7 +456,7 @@ def asked_now(made: PrefixQuestions, computed: int, *names: str) -> list[str]:
 def test_those_with_one_system_prompt_ask_in_turn_and_load_side_by_side(
     made: PrefixQuestions, cached: int, found: bool
 ) -> None:
-    """What nobody has of one says nothing of the others, and nobody waits for another one's load."""
+    """A prompt without an answer does not keep the others from asking. No request waits for another request's load."""
     names = [f"r{nth}" for nth in range(5)]
     for nth, name in enumerate(names):
         made.add(name, chat(nth), None)

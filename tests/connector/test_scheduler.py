@@ -55,7 +55,7 @@ def producer(num_prompt_tokens: int, request_id: str = "r") -> Request:
 
 
 def flowing(num_prompt_tokens: int, request_id: str = "r", name: str = "name") -> Request:
-    """A producer whose router has named it beforehand."""
+    """Make a producer's request to which a router has given a name beforehand."""
     params = producer_params(Ticket.rendezvous(INTRODUCTION, name))
     return Request(request_id, num_prompt_tokens, params, range(num_prompt_tokens))
 
@@ -123,7 +123,7 @@ def test_ranks_that_register_anew_are_introduced_anew() -> None:
 def test_what_is_not_computed_comes_from_remote(
     prompt: int, offered: int, computed: int, least: int, missing: tuple[int, ...]
 ) -> None:
-    """If nothing does, the producer is told."""
+    """If nothing is read, the producer is notified."""
     connector = scheduler(fetch_tokens_min=least)
     ticket = ticket_of(offered)
     connector.add(consumer(prompt, ticket))
@@ -393,7 +393,7 @@ def test_if_the_first_sample_is_aborted_the_next_one_is_the_first(loading: bool)
 
 @each("fails_its_request", [False, True])
 def test_a_load_that_fails_sends_the_other_samples_to_try_for_themselves(fails_its_request: bool) -> None:
-    """All at once: what one has to find out, such as that nobody answers, takes no longer for many."""
+    """All samples try at once: a peer that does not answer costs one timeout, however many samples there are."""
     connector = scheduler()
     samples(connector)
     connector.update_after_alloc("a", [1, 2, 3], 10)
@@ -409,7 +409,7 @@ def test_a_load_that_fails_sends_the_other_samples_to_try_for_themselves(fails_i
 
 
 def test_samples_that_vllm_has_spread_over_engines_do_not_use_the_ticket_twice() -> None:
-    """Two engines cannot know of each other what they read: the first sample's has the ticket."""
+    """Two engines cannot compare what they have read, so only the first sample has the ticket."""
     connector, other = scheduler(), scheduler()
     connector.add(consumer(10, ticket_of(10), "a"), sharing=Sharing.SAMPLES)
     connector.add(consumer(10, ticket_of(10), "c"), sharing=Sharing.SAMPLES_ELSEWHERE)
@@ -633,8 +633,8 @@ class Job:
 class Engine(RuleBasedStateMachine):
     """An engine's scheduler with a pool of blocks, workers that end loads and leases at any time, and a connector.
 
-    A block that the engine takes back must not be written by a load, nor be readable by anybody who has its ticket. And
-    who has a ticket finds the prompt in its blocks, also if the request has gone on: windows move, a state changes.
+    No load may write to a block that the engine has taken back, and no ticket may give access to it. A ticket leads to
+    the prompt in its blocks, also if the request has gone on: windows move, and a state changes.
     """
 
     def __init__(self) -> None:
@@ -705,7 +705,7 @@ class Engine(RuleBasedStateMachine):
             self.add_request(request, job.ticket, Sharing.SAMPLES_ELSEWHERE)
 
     def sharing(self) -> list[str]:
-        """Requests whose ticket is shared and offers something; of those that do not need it any more, too."""
+        """Return the requests with a shared ticket that offers blocks, including requests that no longer need it."""
         return sorted(
             name for name, job in self.alive.items() if job.shares and job.ticket is not None and job.ticket.num_tokens
         )
@@ -744,7 +744,7 @@ class Engine(RuleBasedStateMachine):
             self.take_back(job)
 
     def take_back(self, job: Job) -> None:
-        """The blocks go back to the pool: nobody may write them, nobody with a ticket may read them."""
+        """Give the blocks back to the pool. From now on no load may write to them, and no ticket may lead to them."""
         self.give_back(job.blocks)
         job.tables = []
         if job.finished:
@@ -768,7 +768,7 @@ class Engine(RuleBasedStateMachine):
         return tables if len(self.given) > 1 else tables[0]
 
     def cover(self, job: Job, tokens: int) -> bool:
-        """Blocks for so many tokens, without those in front of windows; False if there are too few."""
+        """Take blocks for `tokens` tokens, without the blocks in front of windows. Return False if too few are free."""
         spans = [span_of(group, tokens) for group in self.groups]
         for table, span in zip(job.tables, spans, strict=True):
             behind = table[: span.start]
@@ -786,7 +786,7 @@ class Engine(RuleBasedStateMachine):
         return True
 
     def compute(self, job: Job, tokens: int) -> None:
-        """Its blocks hold what so many tokens leave there."""
+        """Note that the job's blocks hold the first `tokens` tokens."""
         for at, (group, table) in enumerate(zip(self.groups, job.tables, strict=True)):
             for index, block in enumerate(table):
                 self.holds[block] = (job.request, at, tokens if group.kind is GroupKind.STATE else index)
@@ -818,7 +818,7 @@ class Engine(RuleBasedStateMachine):
         job.parked, job.running = external > 0, external == 0
 
     def another_one_goes_ahead(self, waits: Job) -> None:
-        """Who waits for another one's load waits for one that is under way, or will be asked for."""
+        """A request that waits for another request's load waits for a load that is under way or will be started."""
         assert waits.shares
         others = [name for name, job in self.alive.items() if job.ticket is waits.ticket and job is not waits]
         asked = [self.connector.num_new_matched_tokens(name, 0)[0] for name in others]
@@ -950,12 +950,12 @@ class Engine(RuleBasedStateMachine):
     @precondition(lambda engine: engine.tickets_out & engine.leases.keys())
     @rule(data=st.data())
     def a_lease_ends(self, data: st.DataObject) -> None:
-        """Read, or run out: only those that somebody can know of, and others by `withdraw`."""
+        """A lease is read or runs out. Only leases with a known ticket end so; others end by `withdraw`."""
         del self.leases[data.draw(st.sampled_from(sorted(self.tickets_out & self.leases.keys())))]
 
     @rule()
     def report(self) -> None:
-        """Requests whose lease has ended are reported once the workers know that somebody waits for that."""
+        """Report ended leases, once the workers know that a request waits for the report."""
         sent = sorted(self.awaited - self.leases.keys())
         self.connector.update_from_workers(sent=sent)
         for request_id in sent:
@@ -1054,7 +1054,7 @@ def grouped_step(connector: ConnectorScheduler, tokens: int, tables: Sequence[Se
 SPLIT = msgspec.structs.replace(
     GROUPED, block_size=2, groups=(msgspec.structs.replace(FULL, block_size=2), LOCAL, STATE)
 )
-"""Of ranks whose kernels take half of a block of the first group."""
+"""The groups of ranks with kernels that use half a block of the first group."""
 
 
 BARE: dict[str, Any] = {}
@@ -1125,7 +1125,7 @@ def test_what_is_missing_of_each_group_is_received(
 
 @each("why", ["recalled", "introduced late", "saved in time", "introduced late, and all of it stays"])
 def test_a_prompt_whose_window_has_moved_on_is_not_offered_late(why: str) -> None:
-    """There are null blocks in place of its own by then."""
+    """The request's blocks before the window have been replaced by null blocks."""
     late, stays = why.startswith("introduced late"), why.endswith("stays")
     groups, null = ((FULL,), 10) if stays else ((CHUNKED,), NULL)
     connector = scheduler(introduce=not late, groups=groups)
@@ -1279,7 +1279,7 @@ def test_parameters_are_read_and_written_as_the_dialect_has_them() -> None:
 
 
 def test_requests_that_are_computed_although_a_ticket_came_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    """One line a minute, by reason; that of a ticket that is too long is said of each."""
+    """One log line a minute for each reason. A ticket that is too long is logged each time."""
     caplog.set_level("INFO", logger="kvflow")
     connector, used = scheduler(), ticket_of(8, request_id="used")
     connector.add(consumer(9, used, "first"))

@@ -1,4 +1,4 @@
-"""Both halves of a connector together, for an engine that is nobody's: a scheduler's calls, a worker's steps."""
+"""Both halves of a connector together, for an imaginary engine: a scheduler's calls, a worker's steps."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Engine:
         return self.step((request_id, tokens), blocks=blocks, **more)
 
     def complete(self, request_id: str = "r") -> dict[str, Any]:
-        """End a request whose prompt is offered; what the router gets."""
+        """End a request with an offered prompt. Return the parameters that the router gets."""
         finished = self.scheduler.request_finished(request_id, completed=True)
         assert finished.hold_blocks
         assert finished.params is not None
@@ -261,7 +261,7 @@ def test_a_prompt_goes_from_one_engine_to_the_other(pair: Pair) -> None:
 
 @pytest.mark.parametrize("read_from", ["first", "second", "nobody"])
 def test_a_prompt_that_two_engines_hold_comes_from_the_second_if_the_first_fails(pair: Pair, read_from: str) -> None:
-    """Parameters that name both: whoever is not read, or if the request is rejected, is told that nobody will."""
+    """A producer that is not read is released. If the request is rejected, both are released."""
     decode = pair.decode
     with settled_afterwards(make("spare", decode.transport._network, 2.0)) as (spare,):
         params = params_of_several([pair.prefill.prefill(), spare.prefill()])
@@ -315,7 +315,7 @@ class Event:
 
 
 def test_a_step_that_the_device_has_yet_to_do(pair: Pair) -> None:
-    """Nobody reads what it is to compute, and nothing lands where its earlier work may still write."""
+    """No reader reads blocks before the step has run, and nothing lands where earlier device work may still write."""
     computed, left_alone = Event(), Event()
     pair.prefill.compute(event=computed)
     pair.decode.receive(pair.prefill.complete(), [5, 6])
@@ -374,7 +374,7 @@ def test_a_request_that_waits_for_blocks_keeps_its_prompt(flows: bool) -> None:
 
 @pytest.mark.parametrize("pair", [{"lease_ttl_s": 0.3}], indirect=True)
 def test_the_time_of_a_lease_begins_when_its_request_has_finished(pair: Pair) -> None:
-    """However long the step takes that completes the prompt: nobody can have read it before."""
+    """The step that completes the prompt may take long; no reader can read the prompt before."""
     prefill = pair.prefill
     prefill.compute()
     offer = next(found for _ in steps() if (found := prefill.worker._saved.get("r")))
@@ -391,8 +391,8 @@ def test_the_time_of_a_lease_begins_when_its_request_has_finished(pair: Pair) ->
 @pytest.mark.parametrize("opened", ["at once", "before", "after"])
 @pytest.mark.parametrize("end", ["loaded", "cached", "aborted", "aborted at once"])
 def test_what_was_kept_is_let_go(pair: Pair, end: str, opened: str) -> None:
-    """After its load, and if it is not needed any more: as by a client that leaves while it waits, or a server that
-    answers HTTP 400. Of a prompt that flows, prefill may come to it before that, or `after`.
+    """The ticket is let go after the load, or when it is not needed: its client leaves, or the server answers HTTP 400.
+    If the prompt flows, prefill may offer it before or after that.
     """
     prefill, decode = pair.prefill, pair.decode
     params = prefill.prefill() if opened == "at once" else prefill.flow()
@@ -424,7 +424,7 @@ def tear(decode: Engine) -> None:
 
 @pytest.mark.parametrize("flows", [False, True])
 def test_a_load_that_has_failed_gives_the_offer_back(pair: Pair, flows: bool) -> None:
-    """The producer's blocks need not wait until its time is over, which is for nobody any more."""
+    """Otherwise the producer's blocks stay leased until the lease expires, and no request needs it."""
     tear(pair.decode)
     if flows:
         begin_flow(pair)
@@ -454,7 +454,7 @@ def test_the_offer_of_a_load_that_has_failed_may_be_used_again() -> None:
 
 
 def begin_held(prefill: Engine, decode: Engine) -> None:
-    """Begin a load whose bytes do not move before the engine is told to `perform`."""
+    """Begin a load. Its bytes move when the test calls `perform`."""
     decode.transport.faults.hold = True
     decode.receive(prefill.prefill(), [5, 6])
     decode.step()
@@ -603,7 +603,7 @@ def test_a_prompt_that_is_not_served_holds_no_blocks_and_fails_its_reader(pair: 
 
 
 def refused(engine: Engine, request_id: str, blocks: Sequence[int]) -> dict[str, Any]:
-    """Compute a prompt that cannot be offered, and end it before the scheduler hears so; what the router gets."""
+    """Compute a prompt that cannot be offered, and end it before the scheduler knows. Return what the router gets."""
     engine.scheduler.add(Request(request_id, 7, PREFILL))
     engine.worker.begin(engine.scheduler.build_step({request_id: 7}, preempted=(), block_ids=lambda _: blocks))
     return engine.complete(request_id)
@@ -787,7 +787,7 @@ def test_the_answer_of_a_prompt_that_flowed_has_a_ticket_for_other_readers(pair:
 
 
 def test_a_preempted_prompt_is_recalled_before_its_blocks_are_written(pair: Pair) -> None:
-    """The step that takes them waits until no read of them can succeed; the prompt is then offered as usual."""
+    """The step that takes the blocks waits until no read can succeed; afterwards the prompt is offered as usual."""
     begin_flow(pair)
     pair.prefill.step(("r", 5))
     pair.prefill.step(preempted=["r"])

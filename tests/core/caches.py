@@ -204,7 +204,7 @@ def recipes(draw: st.DrawFn, *, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Rec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sides:
-    """Two ranks that hold the same model in different ways, and what one reads of the other's heads."""
+    """Two ranks that hold the same model in different ways, and the heads that one reads from the other."""
 
     local: Recipe
     remote: Recipe

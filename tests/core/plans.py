@@ -160,7 +160,7 @@ def draw_ids(draw: st.DrawFn, count: int, blocks: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Load:
-    """A prompt of `tokens` tokens in the remote blocks, whose end goes into the local ones."""
+    """A prompt of `tokens` tokens in the remote blocks. Its end is loaded into the local blocks."""
 
     sides: Sides
     tokens: int
@@ -169,7 +169,7 @@ class Load:
 
     @property
     def first_block(self) -> int:
-        """How many of our blocks the prompt takes before those that are loaded: they are cached."""
+        """Number of local blocks of the prompt that are cached, before the loaded ones."""
         return -(-self.tokens // self.sides.local.tokens) - len(self.local_ids)
 
     @property

@@ -1,6 +1,6 @@
-"""`kvflow doctor` on machines with GPUs: what it reads of nvidia-smi, what it makes of what was seen, and one transfer.
+"""`kvflow doctor` on machines with GPUs: what it reads from nvidia-smi, its findings, and one transfer.
 
-The texts of nvidia-smi here were written by hand, after its documented formats; they were not recorded on a machine.
+The outputs of nvidia-smi here were written by hand, after its documented formats; they were not recorded on a machine.
 """
 
 from __future__ import annotations

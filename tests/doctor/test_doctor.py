@@ -130,7 +130,7 @@ async def test_a_question_has_no_more_files_than_the_check_says() -> None:
     channel = ZmqSideChannel(CONFIG, SystemClock().now_s)
 
     async def asking(count: int) -> int:
-        """How many files are open while so many questions wait for their answers."""
+        """Return the number of open files while `count` questions wait for their answers."""
         questions = [asyncio.create_task(channel.ask(to(address, question), fingerprint=b"")) for _ in range(count)]
         for _ in range(count):
             await asked.acquire()

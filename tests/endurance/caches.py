@@ -1,7 +1,7 @@
-"""An engine's cache as the run sees it: who has which block, and what every byte has to be.
+"""An engine's cache in the run: the owner of each block, and the value of every byte.
 
-Blocks that nobody has hold poison, so what lands beside its place, or is read too late, shows. The bytes of a token
-follow from the number of its load, its place in the prompt, and the layer: both engines know them.
+Free blocks hold poison, so a write beside its place and a late read are found. The bytes of a token follow from the
+number of its load, its place in the prompt, and the layer: both engines know them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Group:
             view[index] = value
 
     def poison(self, ids: Sequence[int]) -> torch.Tensor:
-        """What blocks hold that nobody has: each something of its own."""
+        """Return the poison of free blocks. It differs from block to block."""
         each = (_POISON ^ torch.tensor(ids, dtype=torch.int64)).to(self.views[0].dtype)
         return each.view(1, -1, 1, 1, 1).expand(len(self.views), -1, -1, -1, -1)
 
@@ -143,7 +143,7 @@ class Cache:
         self.check_free([sorted(group.free) for group in self.groups], "was written to while nobody had it")
 
     def check_around(self, tables: _LIST) -> None:
-        """The neighbours of these blocks hold poison, where nobody has them."""
+        """Check that the free neighbours of these blocks hold poison."""
         around = []
         for group, ids in zip(self.groups, tables, strict=True):
             beside = {block + step for block in ids for step in (-1, 1)} - group.taken
@@ -151,7 +151,7 @@ class Cache:
         self.check_free(around, "was written to beside a load")
 
     def fill(self, tables: _LIST, number: int, num_tokens: int, span: range) -> None:
-        """Write these tokens of a prompt whose last blocks are given."""
+        """Write the tokens `span` of a prompt of `num_tokens` tokens. `tables` are the prompt's last blocks."""
         for group, ids in zip(self.groups, tables, strict=True):
             tokens, blocks, slots = _where(group, ids, num_tokens, span)
             values = group.content(number, tokens)
@@ -186,7 +186,7 @@ class Cache:
 def _where(
     group: _Group, ids: Sequence[int], num_tokens: int, span: range
 ) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
-    """Of the tokens of `span` those that the blocks hold, with their blocks and slots."""
+    """Return the tokens of `span` that the blocks hold, with their blocks and slots."""
     size = group.facts.block_size
     first = -(-num_tokens // size) - len(ids)
     tokens = np.arange(max(span.start, first * size), min(span.stop, num_tokens))

@@ -240,7 +240,7 @@ class Consumer:
             home.cache.give_back(fresh)
 
     async def _read_by_wire(self, plan: Plan) -> str:
-        """As a stock engine does, which believes what it reads."""
+        """Read as a stock engine does, without a proof of freshness."""
         params = await self._producer.call("offer", number=plan.number)
         if not self._wire.remote:
             await self._wire.handshake(params)

@@ -22,7 +22,7 @@ ROLES = {"producer": Producer, "consumer": Consumer}
 
 
 async def serve(path: Path, role: str, options: dict[str, Any], until: asyncio.Event) -> None:
-    """Be that engine; `until` it is told to close."""
+    """Run the engine until `until` is set by a command to close."""
     if role == "consumer":
         options = {**options, "producer": Path(options["producer"])}
     engine, calls = ROLES[role](**options), set[asyncio.Task[None]]()

@@ -41,7 +41,7 @@ FAULTS: Mapping[str, tuple[int, str, list[str]]] = {
     "stop side": (3, "", []),
     "kill side": (3, "", []),
 }
-"""How often each happens, whose home it concerns, and how loads of that home may end meanwhile."""
+"""For each fault: its weight, the home that it concerns, and how loads of that home may end meanwhile."""
 
 
 class Process:
@@ -139,7 +139,7 @@ class Fleet:
         self.side_options: dict[str, Any] = {}
 
     async def run(self, seconds: float, loads: int, *, every_s: float, fault_s: float) -> Found:
-        """For so long, and until so many loads have ended. What stops it early is among the violations."""
+        """Run for `seconds`, and until `loads` loads have ended. A violation may stop the run early."""
         try:
             await self._run(seconds, loads, every_s, fault_s)
         except Exception as error:  # noqa: BLE001 - whatever it is: it is told

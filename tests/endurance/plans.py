@@ -49,7 +49,7 @@ RAISED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One load: what it is of, what it is asked with, and what happens to it."""
+    """One load: its prompt, its options, and the faults that happen to it."""
 
     number: int
     producer: str
@@ -69,7 +69,7 @@ class Plan:
     """Which token ids the load gives: "", "right" or "wrong" ones."""
     verify: bool
     follow: bool
-    """Whether its progress is asked for, and what it tells is compared."""
+    """Whether the load's progress is followed, and compared with the bytes."""
     end: End
     soon_s: float
     """When that happens; of a load that is late, its time."""
@@ -185,7 +185,7 @@ def _steps(random: Random, tokens: int) -> tuple[int, ...]:
 
 
 def tables_upto(tables: Sequence[Sequence[int]], sizes: Sequence[int], tokens: int, num_tokens: int) -> list[list[int]]:
-    """Of each group's blocks, which end with the prompt, those that hold tokens before that one."""
+    """Return the blocks of each group that hold tokens before token `tokens`. The tables end with the prompt."""
     found = []
     for ids, size in zip(tables, sizes, strict=True):
         first = -(-num_tokens // size) - len(ids)

@@ -1,4 +1,4 @@
-"""The producing engine: it offers what it is asked for, computes it by and by, and looks at it when it is over."""
+"""The producing engine: it offers prompts, computes them in steps, and checks its cache when the leases are over."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Producer:
         return self._outcomes
 
     async def do_open_leases(self, first: int, count: int, read: int) -> dict[str, Any]:
-        """Open so many leases of a block each; tickets of those that are to be read."""
+        """Open `count` leases of one block each. Return the tickets of the first `read` leases."""
         home = self.homes["plain"]
         for index in sorted(range(count), key=_runs_out):
             tables = home.cache.take(_LEASE_TOKENS)
@@ -161,7 +161,7 @@ class Producer:
         return {"open": serving.open_leases, "tickets": tickets}
 
     async def do_end_leases(self, read: list[int]) -> dict[str, int]:
-        """Revoke what does not run out, once the readers of those that were `read` are heard; how all have ended."""
+        """Revoke the leases that do not run out, after the leases in `read` were read. Return the number by outcome."""
         home, outcomes = self.homes["plain"], Counter[str]()
         with contextlib.suppress(TimeoutError):  # then the outcomes tell
             async with asyncio.timeout(_HEARD_WITHIN_S):

@@ -24,10 +24,11 @@ ALLOWED: Mapping[str, tuple[float, float]] = {
     "sockets": (0.0, 0.0),
     "tasks": (0.0, 0.0),
 }
-"""How much more there may be in the last third than in the first one: so much, and such a share of it, and as far as
-the middle half of a third's samples lie apart anyway. Resident memory is in the samples and not judged: with as many
-threads as these processes have, the C library's arenas keep more and more free memory between what is in use, which is
-what `heap_mib` counts.
+"""Allowed growth from the first third of the samples to the last: an amount, and a share of the first third.
+
+The spread of the middle half of a third's samples is allowed on top. Resident memory is in the samples and not judged:
+with as many threads as these processes have, the C library's arenas keep more and more free memory between the used
+blocks. `heap_mib` counts the used blocks.
 """
 BOUNDED = frozenset(
     {
@@ -101,13 +102,13 @@ def growth(samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | 
 
 
 def _spread(values: Sequence[float]) -> float:
-    """How far the middle half of them lie apart."""
+    """Return the spread of the middle half of the values."""
     low, _, high = quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
     return high - low
 
 
 def grown_kinds(samples: Sequence[Mapping[str, Any]], most: int = 5) -> dict[str, int]:
-    """The types of objects of which there are more than before, those that grew most first."""
+    """Return the types with more objects than before, the most grown first."""
     warm = samples[int(len(samples) * WARM_UP_SHARE) :]
     grown = Counter(warm[-1]["kinds"])
     grown.subtract(warm[0]["kinds"])

@@ -27,7 +27,7 @@ BOTH_LOOPS = ("test_openai_workers.py", "test_paged_engine.py")
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """What runs in the loops of this process runs in both of them."""
+    """Tests in this process run on both loops."""
     loops: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.new_event_loop}
     return loops | ({"uvloop": uvloop.new_event_loop} if item.path.name in BOTH_LOOPS else {})
 
@@ -87,7 +87,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 @pytest.fixture(scope="session")
 def tiny_windowed(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """The same as a Mistral, each of whose layers attends to a window of four tokens."""
+    """A tiny Mistral: each layer attends to a window of four tokens."""
     transformers = pytest.importorskip("transformers")
     config = transformers.MistralConfig(**TINY, head_dim=8, sliding_window=4, attn_implementation="eager")
     windows = {"window": 4, "full_attention_every": 4}

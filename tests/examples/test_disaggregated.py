@@ -189,7 +189,7 @@ async def test_ranks_answer_as_one_does_until_one_is_killed(settings: Settings, 
 async def test_a_rank_that_waits_for_another_leaves_when_it_does(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By itself: nobody has to end it, and it does not wait until the other one counts as silent.
+    """It ends without a command, and does not wait until the other rank counts as silent.
 
     Thorough: see `test_ranks_answer_as_one_does_until_one_is_killed` of this file.
     """

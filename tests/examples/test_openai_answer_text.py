@@ -14,7 +14,7 @@ STOPS = st.lists(st.text("abc", min_size=1, max_size=4), max_size=4)
 
 
 class Pieces:
-    """A tokenizer whose tokens are the pieces of one text."""
+    """A tokenizer. Its tokens are the pieces of one text."""
 
     def __init__(self, pieces: Sequence[str]) -> None:
         self._pieces = pieces

@@ -43,7 +43,7 @@ class Letters:
 
 
 class Server:
-    """The application over a router that answers with the prompt's own tokens, or fails after so many of them."""
+    """The application over a router that answers with the prompt's own tokens, or fails after some tokens."""
 
     def __init__(self) -> None:
         self.tokenizer = Letters()

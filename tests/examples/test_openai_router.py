@@ -1,4 +1,4 @@
-"""The example server's router: what it does when a worker fails; workers are scripted here."""
+"""The example server's router, when workers fail. The workers are scripted here."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ async def written(request: web.Request, *lines: Step | Failure) -> web.StreamRes
 
 
 def failing(kind: FailureKind, *, after: int = 0) -> Script:
-    """It says so in place of an answer, or after so many steps."""
+    """Return a script that fails at once, or after `after` steps."""
 
     async def fail(request: web.Request) -> web.StreamResponse:
         failure = Failure(kind=kind, message="scripted")

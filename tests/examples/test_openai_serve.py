@@ -1,4 +1,4 @@
-"""The example server's processes: what is said if one cannot start, and that none is left behind."""
+"""The example server's processes: the message if one cannot start, and no process that is left behind."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class Alone:
     tokens: Mapping[Question, Sequence[int]]
 
     def __call__(self, question: Question, tokens: int) -> str:
-        """The text of so many tokens, or fewer if the answer ends by itself."""
+        """Return a text of `tokens` tokens, or a shorter one if the answer ends earlier."""
         return TextStream(self.tokenizer, self.tokens[question][:tokens]).text
 
 

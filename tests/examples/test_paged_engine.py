@@ -141,7 +141,7 @@ def engine_of(
     batch_size: int = 1,
     prefill_tokens: int = 512,
 ) -> Engine:
-    """An engine whose unwritten cache is poison: reading a slot before it was written gives nonsense."""
+    """An engine with poison in its cache: reading a slot before it was written gives nonsense."""
     engine = Engine(
         model,
         block_count=block_count,
@@ -222,7 +222,7 @@ class TestEngine:
             assert engine.statistics().blocks_used == 0
 
     async def test_requests_join_and_leave_the_batch_by_themselves(self, tiny: Model, model: WatchedModel) -> None:
-        """All of them in one thread, which is not the loop's."""
+        """All steps run in one thread, which is not the loop's."""
         lengths = [4, 9, 14, 6, 12]
         right = [tiny.greedy(PROMPT, length) for length in lengths]
         async with engine_of(model, batch_size=3, block_count=64) as engine:

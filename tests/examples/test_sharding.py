@@ -1,4 +1,4 @@
-"""Tensor parallelism of the examples' engine: ranks that hold shards compute what one rank computes."""
+"""Tensor parallelism of the examples' engine: ranks with shards compute the same as one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tutorials and the small examples, each run in the way that users are told to, most of them over real NIXL.
+"""The tutorials and the small examples, each run by its documented command, most of them over real NIXL.
 
 The tutorial of the server is run by test_openai_server.py, that of vLLM by tests/vllm, that of GPUs here, on a CPU.
 """

@@ -1,4 +1,4 @@
-"""Loads that stand still: the error says what it waits for, how much of it there is, and whose fault it is."""
+"""Loads that stand still: the error names what the load waits for, how much is missing, and whose fault it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A load of several tickets: who is read next, when, what counts, and what ends it."""
+"""A load of several tickets: the order of its sources, when the next one is read, and how the load ends."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Trio:
 
     @property
     def posted(self) -> list[str]:
-        """Of whom reads are held, by engine."""
+        """Return the ids of the engines that held reads read from."""
         return [read.peer.split("/")[0] for read in self.transport.held]
 
     @property
@@ -81,11 +81,11 @@ class Trio:
         return lease
 
     def later(self) -> Ticket:
-        """A ticket of the second one for what it has not offered yet."""
+        """Return a ticket of the second producer for a request that it has not offered yet."""
         return Ticket.rendezvous(self.second.runtime.serve_blocks(ServeRequest("hello", [], 0)).ticket, "later")
 
     def silent(self, ticket: Ticket) -> Ticket:
-        """A ticket whose rank takes questions and answers none."""
+        """Return a ticket of a rank that takes questions and never answers."""
         config = Config(engine_id="first", listen="tcp://127.0.0.1:0")
         listener = self.cluster._exchange.listen(config, lambda *_: asyncio.get_running_loop().create_future())
         return msgspec.structs.replace(ticket, ranks=(msgspec.structs.replace(ticket.first, port=listener.port),))
@@ -99,14 +99,14 @@ class Trio:
         return await self.start(leases, **options)
 
     async def held(self, leases: Sequence[Lease | Ticket], **options: Any) -> kvflow.Load:
-        """A load whose reads of the first one are held, as all others from here on."""
+        """Start a load. Its reads from the first producer are held, as are all later reads."""
         self.transport.faults.hold = True
         load = self.start(leases, **options)
         await until(lambda: "first" in self.posted)
         return load
 
     def let_go(self) -> None:
-        """Perform what is held, and hold no more."""
+        """Perform the held reads, and hold no further reads."""
         self.transport.faults.hold = False
         self.transport.perform()
 
@@ -275,7 +275,7 @@ async def test_who_is_backed_off_from_comes_last() -> None:
 
 @in_virtual_time
 async def test_a_prompt_that_breaks_while_it_is_computed_comes_from_the_next() -> None:
-    """What the first had given by then is written again, so nobody was told that it may be used."""
+    """The first source's tokens are written again, so the load has reported no progress."""
     async with trio(limited(PATIENT, slice_bytes_max=1)) as made:
         first, second = made.offer(made.first, computed_tokens=4), made.offer(made.second)
         load = made.start([first, second])

@@ -1,4 +1,4 @@
-"""The attackers of the fuzz. They run in processes of their own, so that what they hold is not counted as ours."""
+"""The attackers of the fuzz. They run in processes of their own, so that their objects are not counted as kvflow's."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def send_messages(
     server_key: bytes,
     stock: bool = False,
 ) -> int:
-    """Send messages of all kinds over ZeroMQ, half of them of the stock wire if told to.
+    """Send messages of all kinds over ZeroMQ; with `stock`, half are messages of the stock wire.
 
-    With a `server_key` they try to get in with keys that nobody knows.
+    With a `server_key` the attackers also try unknown keys.
     """
     rng = Random(seed)
     make = messages_of_both_wires if stock else listener_messages

@@ -94,7 +94,7 @@ def packed_bent(rng: Random, value: Any) -> bytes:
 
 
 def requests(rng: Random, cache_shares: tuple[CacheShare, ...]) -> list[messages.Request]:
-    """One of each kind. The caller's address is one that nobody listens at."""
+    """Return one message of each kind. No process listens at the caller's address."""
     digest = rng.randbytes(16)
     caller = Address("fuzz", Rank(0, 0, 0), "tcp://127.0.0.1:1")
     return [

@@ -122,7 +122,7 @@ class Report:
 
 
 class Recorder(InprocTransport):
-    """An in-process transport that keeps what it was told to connect to."""
+    """An in-process transport that records the agents that it was asked to add."""
 
     def __init__(self, name: str, network: InprocNetwork) -> None:
         super().__init__(name, network)
@@ -186,7 +186,7 @@ async def key_of(producer: Engine) -> bytes:
 
 
 async def notify(rng: Random, producer: Engine, count: int) -> None:
-    """Notifications, some of a lease that is open: whoever knows its id may end it, and nothing else."""
+    """Send notifications, some for an open lease. A sender that knows a lease's id may end it, and nothing else."""
     lease: Any = None
     for _ in range(count):
         if lease is None or lease.done:
@@ -204,7 +204,7 @@ async def notify(rng: Random, producer: Engine, count: int) -> None:
 
 
 async def load_altered_tickets(rng: Random, producer: Engine, reader: Engine, count: int) -> Counter[str]:
-    """Tickets whose values changed on their way; they must not lead out of this machine, nor to another's port."""
+    """Load with tickets that were changed on their way. They must not lead to another machine or to another port."""
     errors: Counter[str] = Counter()
     for _ in range(count):
         lease = producer.runtime.serve_blocks(ServeRequest("victim-2", block_ids=[BLOCKS - 2], num_tokens=4))
@@ -279,7 +279,7 @@ async def ask_a_liar(rng: Random, producer: Engine, reader: Engine, count: int) 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Who takes part."""
+    """The participants."""
 
     mode: Mode
     producer: Engine
@@ -363,7 +363,7 @@ async def fuzz(messages: int, seed: int, mode: Mode) -> Report:
 
 
 async def attack(on: Scene, seed: str, messages: int, report: Report) -> None:
-    """All attackers at once, until they are done and the listener has seen the last of them."""
+    """Run all attackers at once, until they are done and the listener has seen their last message."""
     few, some = max(messages // 50, 1), max(messages // 10, 1)
     rng = Random(seed)
     async with asyncio.TaskGroup() as group:

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Fuzz of an engine that stock vLLM and our own read at once, over real NIXL, while honest readers of both load.
+"""Fuzz of an engine that stock vLLM and kvflow read at once, over real NIXL, while honest readers of both load.
 
     python tests/fuzz/stock_port.py --messages 100000 --seed 1
 
-Its one port is sent noise, and mutants of both wires, over many connections; its agent notifications that forge names.
-What must hold: the runtime lives and answers, every honest load of either kind brings the right bytes and ends its
-lease, nobody's lease ends by a forged word, and afterwards nothing has grown.
+Its one port is sent noise and mutants of both wires, over many connections; its agent is sent notifications with forged
+names. What must hold: the runtime lives and answers, every honest load of either kind gets the right bytes and ends its
+lease, no forged message ends a lease, and afterwards nothing has grown.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ AT_ONCE = 50  # notifications between two looks at them
 
 
 class Producer:
-    """The engine under attack. What it serves has names that nobody can guess, as in a fleet."""
+    """The engine under attack. Its requests have secret names, as in a fleet."""
 
     def __init__(self, runtime: Runtime, rng: Random) -> None:
         self.runtime = runtime
@@ -176,7 +176,7 @@ async def fuzz(count: int, seed: int, *, requests_per_s: int = 1 << 40) -> Repor
 
 
 async def passed(report: Report, new_readers: int) -> None:
-    """Wait until so many more readers have come and done all their loads."""
+    """Wait until `new_readers` more readers have connected and have done all their loads."""
     wanted = report.honest["new readers"] + new_readers
     while report.honest["new readers"] < wanted:
         await asyncio.sleep(0)

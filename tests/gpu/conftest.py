@@ -1,8 +1,8 @@
-"""What experiments are told and what they find: options, limits, a line of JSON each, and a table at the end.
+"""Options and results of the experiments: limits, a line of JSON for each, and a table at the end.
 
-A value is expected because of what was read in the sources of UCX, NIXL and CUDA, so one that is not as expected means
-that something is slower, or wrong, or was read wrongly: the experiment fails, and a person decides. On a CPU only what
-must hold anywhere is judged, such as a count of loads with wrong bytes. What may crash does so in children.
+An expected value follows from the sources of UCX, NIXL and CUDA. So an unexpected value means that something is slower,
+or wrong, or was read wrongly: the experiment fails, and a person decides. On a CPU only values that must hold anywhere
+are judged, such as the count of loads with wrong bytes. Whatever may crash runs in a child process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LEAST_S, _RESERVE_S = 10.0, 3.0
 
 @dataclass
 class Found:
-    """One experiment: where it runs, how long it may, and what it has found so far."""
+    """One experiment: its device, its time limit, and its results so far."""
 
     name: str
     title: str
@@ -54,7 +54,7 @@ class Found:
         return on_cuda if self.on_cuda else on_cpu
 
     def left_s(self) -> float:
-        """What is left of the limit, less what it takes to end in order."""
+        """Return the seconds that are left of the limit, less the time for an orderly end."""
         return self.limit_s - _RESERVE_S - (time.monotonic() - self.started_s)
 
     def add(self, fact: str, value: Fact, *, always: bool = False, **expected: Any) -> None:

@@ -1,7 +1,7 @@
-"""A device that computes later than it is told to: a CUDA stream, or on a CPU a thread that stands for one.
+"""A device that computes later: a CUDA stream, or on a CPU a thread that stands for a stream.
 
-Work is launched and an event tells when it is done, which is what `ServeRequest.ready` and `LoadRequest.after` take.
-The thread is there so that the code of the experiments can be tried anywhere; it proves nothing about CUDA.
+Work is launched, and an event tells when it is done; `ServeRequest.ready` and `LoadRequest.after` take such an event.
+With the thread the experiments can be tried anywhere; it proves nothing about CUDA.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class HostDevice:
 
 @contextlib.contextmanager
 def _again_and_again(step: Callable[[], object]) -> Iterator[None]:
-    """A thread repeats `step` inside the block; what it raises is raised at its end."""
+    """Repeat `step` on a thread inside the block. An error of `step` is raised at the block's end."""
     over, errors = threading.Event(), list[BaseException]()
 
     def run() -> None:

@@ -20,7 +20,7 @@ PRODUCER_VALUE, READER_VALUE = 1.0, 0.0
 
 
 class LoadEnd(NamedTuple):
-    """How a load went: `error` is the name of what it raised, "" if it succeeded."""
+    """The end of a load: `error` is the name of its exception, empty if the load succeeded."""
 
     seconds: float
     error: str = ""
@@ -50,7 +50,7 @@ class Pair:
         return self.ended(self.reader.start(verb, **request(name, ticket, block_ids), **others), start_s)
 
     def ended(self, loading: Call, start_s: float) -> LoadEnd:
-        """Once it has, and nothing of it can land any more. Of one that has failed the time is since `start_s`."""
+        """Wait until the load has ended and nothing of it can land. The time of a failed load counts from `start_s`."""
         try:
             return LoadEnd(loading.result()["seconds"])
         except EngineError as error:
@@ -58,14 +58,14 @@ class Pair:
             return LoadEnd(time.perf_counter() - start_s, error.kind, str(error))
 
     def hand_over(self, name: str, remote_ids: Sequence[int], local_ids: Sequence[int]) -> LoadEnd:
-        """One load of what is there."""
+        """Load computed blocks once."""
         end = self.load(name, self.offer(name, remote_ids), local_ids)
         if not end.error:
             self.producer.call("outcome", request_id=name)
         return end
 
     def times(self, name: str, count: int, repeats: int) -> list[float]:
-        """The seconds of loads of so many blocks, each in another order; without the first, which connects."""
+        """Return the seconds of loads of `count` blocks in varying orders, without the first load, which connects."""
         orders = [scattered_ids(turn, self.pool.blocks, count) for turn in range(repeats + 2)]
         ends = [self.hand_over(f"{name} {turn}", *ids) for turn, ids in enumerate(pairwise(orders))]
         if wrong := self.reader.call("count_other", block_ids=orders[-1], value=PRODUCER_VALUE):
@@ -74,7 +74,7 @@ class Pair:
 
 
 def request(name: str, ticket: Any, block_ids: Sequence[int]) -> dict[str, Any]:
-    """What a load is told."""
+    """Return a load's request."""
     return {"request_id": name, "ticket": ticket, "block_ids": list(block_ids)}
 
 
@@ -89,7 +89,7 @@ def engines(
 
 
 def specs(device: str, pool: PoolShape, **config: Any) -> tuple[EngineSetup, EngineSetup]:
-    """A producer whose cache is full of 1 and a reader whose cache is full of 0, alike otherwise."""
+    """A producer with a cache full of 1 and a reader with a cache full of 0, alike otherwise."""
     common: dict[str, Any] = {"device": device, "pool": pool, "config": {**CONFIG, **config}}
     return (
         EngineSetup(engine_id="producer", fill=PRODUCER_VALUE, **common),

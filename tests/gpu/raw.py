@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawSpec:
-    """One side: memory of so many bytes on a device. `context`: whether the agent's thread has a CUDA context."""
+    """One side: memory of `size_bytes` on a device. `context`: whether the agent's thread has a CUDA context."""
 
     name: str
     device: str
@@ -93,7 +93,7 @@ class RawRank:
         self._on_thread(lambda: self._agent.loadRemoteMD(remote.metadata))
 
     async def move(self, piece_bytes: int, total_bytes: int, operation: str, seed: int) -> Moved:
-        """Read, or write, so many bytes in pieces that lie in another order on the other side."""
+        """Read or write `total_bytes` in pieces. The pieces lie in another order on the other side."""
         return self._on_thread(partial(self._move, piece_bytes, total_bytes, operation, seed))
 
     def _move(self, piece_bytes: int, total_bytes: int, operation: str, seed: int) -> Moved:

@@ -51,7 +51,7 @@ def gb_per_s(size_bytes: int, seconds: Sequence[float]) -> float:
 
 
 def sized(layers: int, size_bytes: int, **others: Any) -> PoolShape:
-    """A pool of so many bytes."""
+    """Return a pool of `size_bytes`."""
     pool = PoolShape(layers=layers, blocks=1, **others)
     return replace(pool, blocks=pool.blocks_for(size_bytes))
 
@@ -147,7 +147,7 @@ def move(reader: Any, piece_bytes: int, size_bytes: int, operation: str = "READ"
 
 @experiment("E3", 60)
 def test_computed_late_and_written_late(found: Found) -> None:
-    """Whether events keep loads from bytes of before: blocks behind a kernel that sleeps, offered or loaded into."""
+    """Whether events keep loads from old bytes: blocks are offered, or loaded into, behind a kernel that sleeps."""
     for (label, config), own_stream in itertools.product(
         (("straight", {}), ("staged", {"staging": "always"})), (True, False)
     ):
@@ -188,7 +188,7 @@ def late(found: Found, pair: Pair, case: str, *, events: bool) -> None:
 
 @experiment("E6", 40)
 def test_leases_that_end_under_their_loads(found: Found) -> None:
-    """Whether seals hold where devices overwrite: a load that succeeds must have the bytes of before."""
+    """Whether seals hold where devices overwrite: a load that succeeds has the bytes of its lease."""
     pool = PoolShape(layers=8, blocks=found.size(1024, 64))
     half = pool.blocks // 2
     remote, local = scattered_ids(1, pool.blocks, half), scattered_ids(2, pool.blocks, half)

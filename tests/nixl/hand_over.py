@@ -11,7 +11,7 @@ from tests.support.verbs import EngineError
 
 BLOCKS = list(range(32))
 SETUP: dict[str, Any] = {"config": {"cancel_grace_s": 0.1}, "limits": {"slice_bytes_max": BLOCK_BYTES}}
-"""Of engines to which something happens: a slice is a block, and who is cancelled does not wait for long."""
+"""Settings for faults: a slice is one block, and a cancelled load waits only shortly."""
 PRODUCER = EngineSetup(engine_id="producer", fill=1.0, steered=True, **SETUP)
 CONSUMER = EngineSetup(engine_id="consumer", fill=-1.0, steered=True, **SETUP)
 
@@ -21,7 +21,7 @@ def start_load(consumer: EngineProcess, request_id: str, ticket: Mapping[str, ob
 
 
 def pass_deadline(consumer: EngineProcess, request_id: str) -> None:
-    """Let the deadline of a load pass once nothing of it lands any more. No effect on a load that has ended."""
+    """Let the deadline of a load pass when none of its reads can land. No effect on a load that has ended."""
     consumer.call("until_stuck", request_id=request_id)
     consumer.call("pass_time", seconds=LOAD_DEADLINE_S)
 

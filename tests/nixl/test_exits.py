@@ -1,4 +1,4 @@
-"""Ends of processes: of one whose threads are in a library at Python's exit, and of forked children."""
+"""Ends of processes: a process with threads in a library at Python's exit, and forked children."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Processes that are killed, stopped and started again, at every moment of a read: what survives keeps its promises.
+"""Processes that are killed, stopped and started again, at every moment of a read: survivors keep their promises.
 
 Each test ends with `assert_healthy`: every block of a survivor is free again, and it serves and loads with the next
-healthy peer. Nothing here waits for time to pass: *during a read* means that the consumer's loop was stopped after some
-of a load's reads were posted. Deadlines are long, and the test lets them pass when what they are to end has come to
-its point; so no host is too slow.
+healthy peer. No test waits for time to pass: *during a read* means that the consumer's loop was stopped after some of a
+load's reads were posted. Deadlines are long, and a test lets a deadline pass when the load has come to its point; so no
+host is too slow.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ LATE_OR_NOT = ("loaded", "DeadlineExceeded")
 
 
 class Case(NamedTuple):
-    """A fault, and when it happens to whom."""
+    """A fault, its moment, and its victim."""
 
     victim: Victim
     fault: Fault
@@ -122,7 +122,7 @@ def befall(engines: Engines, spare: EngineProcess, transport: str, case: Case) -
 
 
 def strike(case: Case, consumer: EngineProcess, victim: EngineProcess, ticket: Mapping[str, object]) -> Call | None:
-    """Start the load, and do the fault at its moment; the load, if there is still somebody to end it."""
+    """Start the load, and do the fault at its moment. Return the load, or None if its process has died."""
     do_fault = {Fault.KILLED: victim.kill, Fault.STOPPED: victim.stop}[case.fault]
     if case.moment is Moment.BEFORE:
         do_fault()

@@ -1,6 +1,6 @@
-"""Engines that sleep, on real NIXL and between processes: other pages are mapped where their caches lay.
+"""Engines that sleep, on real NIXL and between processes: other pages are mapped at the addresses of their caches.
 
-Over shared memory a reader needs nothing but addresses, so whoever has not heard of it does find the new pages there.
+Over shared memory a reader needs only addresses, so a reader that missed the change would read the new pages.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def apart(engines: Engines, hosts: Cable) -> list[EngineProcess]:
 
 @pytest.mark.parametrize("posted_before", [0, 8], ids=["before a read", "during a read"])
 def test_a_link_goes_down_and_up(apart: list[EngineProcess], hosts: Cable, posted_before: int) -> None:
-    """A load ends at its deadline; what it had posted ends when the link is back. Nobody else is concerned."""
+    """The load ends at its deadline; its posted reads end when the link is back. Other loads are not affected."""
     producer, consumer, spare = apart
     hand_over(producer, consumer, "warm up")
     ticket = producer.call("offer", request_id="r", block_ids=BLOCKS)

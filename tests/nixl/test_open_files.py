@@ -1,4 +1,4 @@
-"""Engines that are short of open files: real processes, whose limit is theirs alone."""
+"""Engines that are short of open files: real processes, each with a limit of its own."""
 
 from __future__ import annotations
 

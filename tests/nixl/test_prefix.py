@@ -1,4 +1,4 @@
-"""Prefixes over real NIXL: pulled from a live cache, and what a reader sees whose source goes away meanwhile."""
+"""Prefixes over real NIXL: pulls from a live cache, and pulls from a source that dies during the pull."""
 
 from __future__ import annotations
 

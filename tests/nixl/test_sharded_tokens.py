@@ -26,7 +26,7 @@ LATENT = Model(layers=2, kv_heads=1, head_size=72, dtype=torch.bfloat16, latent=
 
 
 def engine(shards: int, tp_size: int) -> Engine:
-    """An engine with its tokens on `shards` of its ranks: all of them, or each."""
+    """An engine with its tokens on `shards` ranks: all its ranks, or each its own."""
     stages = (tuple(range(LATENT.layers)),)
     return Engine(model=LATENT, tp_size=tp_size, stages=stages, block_size=16, num_blocks=14, sharded=shards > 1)
 

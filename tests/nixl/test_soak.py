@@ -28,7 +28,7 @@ SETUP = {"pool": small(blocks=BATCH_SIZE * BLOCKS_EACH), "config": {"cancel_grac
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What both engines hold after so many loads, when nothing is under way, and how the loads have ended."""
+    """The state of both engines after a number of loads, when nothing is under way, and how the loads have ended."""
 
     loads: int
     endings: Counter[str]

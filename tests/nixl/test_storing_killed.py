@@ -1,4 +1,4 @@
-"""A process that is killed while it saves: what it says to be saved is there, and nothing else is taken for good."""
+"""A process that is killed while it saves: every reported save is on disk, and no other entry counts as good."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def killed(folder: Path, mode: str, when: Callable[[int], bool]) -> int:
 
 
 async def judge(folder: Path, saved: int) -> None:
-    """What was said to be saved is there, and is right; at most one more may be."""
+    """Check that every reported save is there and right. At most one more may be."""
     async with storing(folder) as engine:
         assert saved <= engine.store.entries <= saved + 1
         assert not [path for path in engine.files if path.suffix]

@@ -1,7 +1,7 @@
-"""A load of two tickets over real NIXL whose first source dies or stands still: right, or typed and safe.
+"""A load of two tickets over real NIXL. Its first source dies or stands still: the load is right, or typed and safe.
 
-*During a read* means that the consumer's loop was stopped after so many reads were posted. The two sources hold the
-same prompt by different bytes, so it shows whose have landed.
+*During a read* means that the consumer's loop was stopped after some reads were posted. The two sources hold the same
+prompt with different bytes, so the bytes show which source was read.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_the_first_source_is_killed(engines: Engines, reads: int) -> None:
 
 @pytest.mark.parametrize("reads", MOMENTS)
 def test_the_first_source_is_stopped_and_goes_on(engines: Engines, reads: int) -> None:
-    """Posted reads cannot be taken back, so the load waits for it, and nobody else writes to the blocks meanwhile."""
+    """Posted reads cannot be taken back: the load waits for them, and no other load writes to the blocks."""
     made = Survival(engines)
     load = made.strike(reads, EngineProcess.stop)
     made.first.resume()

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.nixl
 
 
 class Flipping:
-    """Flips bytes of the producer's block 7 before questions for digests, the first `times` of them."""
+    """Flips bytes of the producer's block 7 before each of the first `times` questions for digests."""
 
     def __init__(self, peers: Any, kv_caches: Mapping[str, torch.Tensor], times: int) -> None:
         self._ask = peers.ask_digests

@@ -1,5 +1,5 @@
-"""What is observed in these tests: between a pair two requests, one loaded, one whose lease was withdrawn; and a prompt
-whose blocks flow while it is computed.
+"""The observed traffic of these tests: two requests between a pair, one loaded and one with a withdrawn lease; and a
+prompt that is read while it is computed.
 """
 
 from __future__ import annotations

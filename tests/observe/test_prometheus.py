@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Scraped:
-    """Metrics, and what a scrape shows of them."""
+    """Metrics, and the text of a scrape."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -178,7 +178,7 @@ async def test_the_dashboard_asks_for_metrics_that_exist(scraped: Scraped) -> No
 
 
 async def test_alert_rules_ask_for_metrics_and_labels_that_exist(scraped: Scraped) -> None:
-    """As Prometheus would read them; each one says what it is, and what to do."""
+    """As Prometheus would read them. Each rule has a summary and an action."""
     names = await shown_by(scraped)
     names["kvflow_loads_verified_total"] = names["kvflow_loads_total"] | {"result"}  # nothing was verified here
     groups = yaml.safe_load((ROOT / "docs" / "alerts.yml").read_text("utf-8"))["groups"]

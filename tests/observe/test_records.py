@@ -50,7 +50,7 @@ async def test_each_load_and_lease_has_one_record() -> None:
 
 
 async def test_refused_loads_have_records_too() -> None:
-    """Who counts failures must see those that were refused: by what they asked for, by their prompt, by draining."""
+    """A count of failures includes refused loads: wrong requests, wrong prompts, draining."""
     notebook = Records()
     async with inproc_pair(observers=[notebook]) as pair:
         consumer = pair.consumer.runtime

@@ -1,4 +1,4 @@
-"""One task enters and leaves a context, whoever asks for it; what goes wrong within is told to who asks."""
+"""One task enters and leaves a context, on behalf of any caller. The caller gets the errors of the context."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_one_task_enters_and_leaves_whoever_asks() -> None:
 
 
 async def test_what_was_never_started_stops_at_once() -> None:
-    """Serve calls `__del__` of a replica whose `__init__` has failed, too."""
+    """Serve calls `__del__` also of a replica with a failed `__init__`."""
     await Lifetime(Opening().open()).stop()
 
 

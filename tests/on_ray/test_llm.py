@@ -1,4 +1,4 @@
-"""Where vLLM's workers are told to listen, and what is said where Ray is not what it was."""
+"""The listen addresses of vLLM's workers under Ray, and the errors if Ray has changed."""
 
 from __future__ import annotations
 

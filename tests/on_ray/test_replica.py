@@ -1,4 +1,4 @@
-"""A replica's runtime without Ray: its Config, the time that it has to drain, what it says of itself."""
+"""A replica's runtime without Ray: its Config, its time to drain, its status."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class Fleet:
         return task
 
     def release_reads(self) -> None:
-        """Perform what is held, and hold no more."""
+        """Perform the held reads, and hold no further reads."""
         self.reader.transport.faults.hold = False
         self.reader.transport.perform()
 
@@ -302,7 +302,7 @@ async def test_the_oldest_runs_are_reclaimed_and_no_more_than_are_needed() -> No
 
 @pytest.mark.parametrize("late", [False, True])
 async def test_the_rest_comes_from_the_next_source(two: Fleet, late: bool) -> None:
-    """Who answers while the best one is read, too: a whole prefix ends the wait for others, and no more."""
+    """A source that answers while the best one is read counts, too. A whole prefix ends the wait for others."""
     first, second = two.holders
     slow = SlowCache(second.prefix_cache)
     if late:
@@ -359,7 +359,7 @@ async def test_a_pull_that_is_over_reads_from_no_other_source() -> None:
 async def test_a_holder_without_free_host_blocks_is_busy_and_reports_no_fault_of_its_cache(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Of an engine whose host blocks are fewer than its readers need at once."""
+    """An engine with fewer host blocks than its readers need at once."""
     kv_caches, _ = SIZE.make("any")
     block_bytes = sum(tensor.nbytes for tensor in kv_caches.values()) // SIZE.num_blocks
     async with fleet(base=replace(BASE, staging="always", host_buffer_bytes_max=5 * block_bytes)) as them:
@@ -391,7 +391,7 @@ async def test_what_is_pinned_is_bounded_and_each_block_counts_once() -> None:
 
 
 async def test_many_pull_one_prefix_at_once() -> None:
-    """Their leases share the blocks; who has been asked for less is asked first."""
+    """Their leases share the blocks. The source with fewer pulls is asked first."""
     async with fleet(3) as them:
         for one in them.holders:
             one.prefix_cache.put(PROMPT[: 2 * TOKENS], [5, 6])

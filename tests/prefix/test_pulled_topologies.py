@@ -29,9 +29,9 @@ def test_a_prefix_is_pulled_by_every_topology_from_every_other(case: HandOver, e
 
 
 async def pull(case: HandOver, world: World, *, every_rank: bool = False) -> None:
-    """Do it as a pull of a prefix: every rank of the consumer asks those of the producer, or one asks for all.
+    """Do a hand-over as a pull of a prefix: each consumer rank asks the producer's ranks, or one rank asks for all.
 
-    Without windows; what is offered is a prefix of so many tokens, with a key for each.
+    Without windows. A prefix of tokens is offered, with a key for each token.
     """
     tokens = case.parts[0].tokens(case.num_tokens)
     offered = min(case.num_tokens, len(case.parts[0].offered) * case.parts[0].producer.block_size)

@@ -1,4 +1,4 @@
-"""The message of prefixes on the wire: what a rank that has the part takes, and what one without says."""
+"""The message of prefixes on the wire: accepted by a rank with the part, refused by a rank without it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_it_is_decoded_beside_the_questions_of_the_core() -> None:
 
 @each("kind", ["seek", "get_secrets", "x" * 40])
 def test_what_nobody_answers_is_refused_by_its_kind(kind: str) -> None:
-    """Whatever else is in it. What is wrong with a question that is answered is said instead."""
+    """Without the part the message is refused by its kind. With the part the error names the wrong field."""
     for more in ({}, msgspec.to_builtins(ASKED), {"keys": 7}):
         with pytest.raises(codec.UnknownRequest, match=f"^nothing here answers a question of kind '{kind}'$"):
             codec.decode_request(msgspec.msgpack.encode({**more, "type": kind}))

@@ -1,4 +1,4 @@
-"""The example's application with replicas that tests can reach into: leases that nobody reads, prompts that halt."""
+"""The example's application with replicas that tests control: leases without readers, prompts that halt."""
 
 from __future__ import annotations
 

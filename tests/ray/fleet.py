@@ -31,7 +31,7 @@ def at(*ips: str) -> dict[str, Any]:
 
 
 def fixed(count: int, **options: Any) -> dict[str, Any]:
-    """Options of a deployment: as many replicas, each on a node of its own, gone within 20 s when they are told."""
+    """Options of a deployment: `count` replicas, each on a node of its own, gone within 20 s of a stop."""
     return {
         "num_replicas": count,
         "autoscaling_config": None,

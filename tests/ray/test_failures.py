@@ -33,7 +33,7 @@ def test_a_replica_is_killed_under_load(fleet: Fleet, deployment: str) -> None:
 
 
 def test_a_load_goes_on_with_another_prefill_replica(fleet: Fleet, tmp_path: Path) -> None:
-    """The one that was asked dies; the decode replica keeps its blocks, and the ingress hears nothing of it."""
+    """The first prefill replica dies. The decode replica keeps its blocks, and the ingress is not involved."""
     halt = tmp_path / "halt"
     halt.touch()
     fleet.ask("Prefill", "halt", str(halt))

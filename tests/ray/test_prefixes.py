@@ -1,4 +1,4 @@
-"""Prefill replicas that load from each other what one has computed of a prompt."""
+"""Prefill replicas that load computed prefixes from each other."""
 
 from __future__ import annotations
 

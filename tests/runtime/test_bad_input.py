@@ -290,7 +290,7 @@ def on_its_way(lease: Lease, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 async def test_a_ticket_that_was_changed_on_its_way_is_refused_and_what_differs_is_named(pair: EnginePair) -> None:
-    """Also beside a good one: nobody is asked, and what was offered stands."""
+    """Also together with a good ticket: no peer is asked, and both offers stay open."""
     lease, good = pair.offer([3, 7]), pair.offer([4, 5], "good")
     for changes, problem in CHANGES:
         params = on_its_way(lease, changes)

@@ -1,4 +1,4 @@
-"""Where the blocks of a load begin is said (`LoadRequest.cached_tokens`): nothing is worked out of counts."""
+"""`LoadRequest.cached_tokens` says where the blocks of a load begin: counts do not."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_an_offer_that_ends_before_the_blocks(config: Config, prompt: list
 @each("cached", range(4))
 @in_virtual_time
 async def test_the_blocks_from_the_place_that_is_said(computed: int | None, cached: int) -> None:
-    """Of three blocks, the last of them partly filled, also of a lease that grows."""
+    """Three blocks, the last one partly filled; also of a lease that grows."""
     async with virtual_pair(CONFIG) as pair:
         block_ids = [3, 7, 9]
         lease = serve(pair, block_ids=block_ids if computed is None else [3], computed_tokens=computed)

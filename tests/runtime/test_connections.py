@@ -1,4 +1,4 @@
-"""Connections of the side channel that are kept: who shares one, whose answer it is, and when it ends."""
+"""Connections of the side channel are kept: which questions share one, which answers belong to them, when one ends."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Scripted:
 
 @contextlib.asynccontextmanager
 async def scripted(config: Config = PLAIN) -> AsyncIterator[tuple[Scripted, ZmqSideChannel, str]]:
-    """One, who asks it, and its address."""
+    """Return a scripted peer, a channel that asks it, and its address."""
     with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.linger = 0
         port = socket.bind_to_random_port("tcp://127.0.0.1")
@@ -60,7 +60,7 @@ async def scripted(config: Config = PLAIN) -> AsyncIterator[tuple[Scripted, ZmqS
 
 @contextlib.asynccontextmanager
 async def relayed(port: int) -> AsyncIterator[tuple[str, asyncio.Event]]:
-    """A way to a port: its address, and whether what comes from there is let through."""
+    """Open a relay to a port. Yield its address, and a flag that lets the port's answers through."""
     flows = asyncio.Event()
     flows.set()
     pumps: set[asyncio.Task[None]] = set()
@@ -84,7 +84,7 @@ async def relayed(port: int) -> AsyncIterator[tuple[str, asyncio.Event]]:
 
 
 def numbered(index: int) -> messages.MetadataRequest:
-    """A question that can be told from others."""
+    """Return a question of reader `index`."""
     return messages.MetadataRequest(reader=str(index), target=REQUEST.target)
 
 
@@ -93,7 +93,7 @@ def start(channel: ZmqSideChannel, address: str, index: int = 0) -> asyncio.Task
 
 
 def shown(answer: float) -> messages.Ack:
-    """An answer that can be told from others."""
+    """Return an answer with this number in it."""
     return messages.Ack(incarnation=str(float(answer)))
 
 
@@ -107,7 +107,7 @@ async def acquainted(peer: Scripted, channel: ZmqSideChannel, address: str) -> b
 
 
 async def put(peer: Scripted, count: int) -> dict[str, tuple[bytes, int]]:
-    """Wait until so many questions have come: over which connection each, and its number there, by who asks."""
+    """Wait until `count` questions have come. Return the connection and number of each, by reader."""
     found = {}
     for _ in range(count):
         sender, header, request = await peer.next()
@@ -188,7 +188,7 @@ OFFER = messages.LeaseAnswer(
 
 
 async def test_an_answer_is_as_large_as_its_own_reader_takes_whatever_the_producer_could_send() -> None:
-    """The connection goes on: a reader that takes fewer block ids is told so by a typed answer."""
+    """The connection goes on: a reader that accepts fewer block ids gets a typed answer."""
     many = limited(PLAIN, block_ids_max=1 << 20)
     replies: dict[str, messages.Reply] = {"1": OFFER, "2": LARGE}
     async with listening(many, answer=lambda _, asked: replies.get(getattr(asked, "reader", ""), ANSWER)) as listener:
@@ -246,7 +246,7 @@ async def test_an_answer_to_a_reader_that_has_left_harms_nobody() -> None:
 
 
 async def test_the_first_question_shares_with_nobody() -> None:
-    """Nothing is known of who is there: one of them may be the only one that is answered."""
+    """The peer is unknown before its first answer: of several questions, it may answer only one."""
     async with scripted() as (peer, channel, address):
         asked = [start(channel, address, index) for index in range(2)]
         came = await put(peer, 2)
@@ -257,7 +257,7 @@ async def test_the_first_question_shares_with_nobody() -> None:
 
 
 async def test_one_is_given_up_while_another_waits() -> None:
-    """Its answer comes all the same and is nobody's; who asks next does so over a new connection."""
+    """Its late answer is dropped; the next question uses a new connection."""
     async with scripted() as (peer, channel, address):
         kept = await acquainted(peer, channel, address)
         given_up, waiting = (start(channel, address, index) for index in range(2))
@@ -337,7 +337,7 @@ async def test_an_answer_that_comes_twice_is_the_first() -> None:
 async def test_a_peer_that_has_gone_refuses_the_connection_and_one_that_has_restarted_is_asked_again(
     noticed: bool,
 ) -> None:
-    """Whether or not the loop has heard of its end when the next question is put."""
+    """Whether or not the loop has noticed the end of the connection before the next question."""
     with asking() as channel:
         address = PLAIN.listen
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Turns of first contacts, without peers; whose turn it is decides `core/policy/contacts.py`."""
+"""Turns of first contacts, without peers. `core/policy/contacts.py` decides whose turn it is."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def pass_time(seconds: float) -> None:
 
 @contextlib.asynccontextmanager
 async def asking(names: str = "") -> AsyncIterator[tuple[Questions, dict[str, asyncio.Task[str]]]]:
-    """So many questions are asked. Afterwards nothing is left of those that are still open."""
+    """Ask a question for each name. Afterwards open questions are cancelled."""
     questions = Questions()
     tasks = {name: questions.ask(name) for name in names}
     await turns_settle()

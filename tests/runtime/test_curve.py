@@ -1,4 +1,4 @@
-"""CURVE on the side channel: who is in the allowlist gets through, everybody else gets nothing and learns why."""
+"""CURVE on the side channel: allowed keys get through, other keys get no answer and an explanation."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ Caches = Mapping[str, torch.Tensor]
 
 
 def cache(names: Sequence[str], *, seed: int, heads: int = HEADS, draft: tuple[int, int] = (HEADS, SIZE)) -> Caches:
-    """A cache whose values tell layers and heads; a draft has (heads, bytes of a head) of its own. Seed 0: empty."""
+    """A cache with values that tell layers and heads apart. `draft`: heads, and bytes of a head. Seed 0: empty."""
     found = {}
     for at, name in enumerate(names):
         of_draft = name.startswith("draft")
@@ -218,7 +218,7 @@ def draft_group(caches: Caches) -> list[CacheGroup]:
 
 @each(("order"), [("draft.0", "layers.0"), ("layers.0", "draft.0")])
 def test_memory_that_a_draft_shares_is_that_of_the_models_layer(order: tuple[str, ...]) -> None:
-    """It is read once, for the first of them: a draft's may not be on the other side."""
+    """It is read once, for the first layer with it: the other side may have no draft."""
     tensor = torch.zeros(2, BLOCKS, HEADS, TOKENS, SIZE)
     caches = dict.fromkeys(order, tensor)
     layout = CacheLayout.infer(caches, order="HND", block_size=TOKENS)

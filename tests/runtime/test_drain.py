@@ -109,7 +109,7 @@ async def test_new_work_is_refused_and_old_work_goes_on(sides: Sides) -> None:
 
 
 async def test_a_consumer_that_drains_gives_back_what_it_will_not_read_and_ends_its_loads(sides: Sides) -> None:
-    """That is when a decode engine's queue is of no use any more."""
+    """A decode engine that drains does not need its queue."""
     load, lease = await sides.hold(sides.offer([4], "held"), [1]), sides.offer([3])
     draining = await begin_to_drain(sides.reader)
     assert await sides.reader.release_blocks(lease.ticket)
@@ -237,7 +237,7 @@ async def test_a_forged_goodbye_changes_nothing(sides: Sides) -> None:
 
 
 async def test_a_forged_goodbye_costs_a_handshake_at_most_and_no_load(sides: Sides) -> None:
-    """Whoever knows the incarnation may lie; a load in the middle of its read does not notice."""
+    """A peer that knows the incarnation may forge its goodbye; a load in the middle of its read does not notice."""
     lease = sides.offer([3], reader_count=2)
     load = await sides.hold(lease)
     sides.goodbye()

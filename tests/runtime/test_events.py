@@ -1,4 +1,4 @@
-"""Events of a device: nobody reads what is not computed, nothing lands where the device still writes."""
+"""Events of a device: no block is read before it is computed, nothing lands where the device still writes."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ class Unspeakable(Exception):
 @each("end", ["ready", "advance", "after"])
 @in_virtual_time
 async def test_an_event_may_fail_with_any_words(error: Exception, end: str) -> None:
-    """Readers that wait, and those that come late, are told something that messages can carry."""
+    """Waiting readers and late readers get a reason that fits in a message."""
     async with pair_of() as pair:
         event = Event()
         grows = {"computed_tokens": 0} if end == "advance" else {"ready": event if end == "ready" else None}

@@ -1,4 +1,4 @@
-"""Backpressure: who is read when, what stays in flight, and what waiting costs a load (docs/decisions/0010)."""
+"""Backpressure: the order of reads, the bytes in flight, and the cost of waiting (docs/decisions/0010)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def start_three(pair: EnginePair) -> Loads:
 
 
 async def until_reads_ask(pair: EnginePair, count: int) -> None:
-    """Until so many reads are posted or wait for their turn."""
+    """Wait until `count` reads are posted or wait for their turn."""
     await until(lambda: len(pair.transport.held) + pair.loading.waiting_reads >= count)
 
 
@@ -78,7 +78,7 @@ async def step(pair: EnginePair, *tasks: asyncio.Task[LoadReport]) -> list[int]:
 
 
 async def fail_next(pair: EnginePair, task: asyncio.Task[LoadReport]) -> None:
-    """A load whose read fails."""
+    """Let the held read of a load fail."""
     pair.transport.faults.fail_next.append(TransportError("scripted"))
     pair.transport.perform(1)
     with pytest.raises(TransferFailed, match="scripted"):
@@ -94,7 +94,7 @@ async def narrow() -> AsyncIterator[EnginePair]:
 
 
 async def start_behind(pair: EnginePair, count: int) -> Loads:
-    """Loads at once that a transport which is behind is to read; what has begun of them is held."""
+    """Start `count` loads at once behind a transport that is held. Their first reads are held."""
     await pair.load(pair.offer([0]), [0])
     offers = offered(pair, count)
     pair.transport.faults.hold = pair.transport.faults.behind = True
@@ -164,7 +164,7 @@ async def test_waiting_is_no_part_of_a_read() -> None:
 @pytest.mark.parametrize("connected", [True, False])
 @pytest.mark.parametrize("how", ["load_blocks", "start_load"])
 async def test_many_loads_start_over_many_turns_of_the_loop(how: str, connected: bool) -> None:
-    """Also those that have waited for one handshake."""
+    """Also loads that have waited for one handshake."""
     clock = ManualClock()
     async with open_pair(limited(PATIENT), consumer=World(clock=lambda: clock), num_blocks=128) as pair:
         if connected:

@@ -1,6 +1,6 @@
-"""Tickets are not signed: whatever a forged one says, it costs itself, and honest loads are as they were (I6, I7, I8).
+"""Tickets are not signed: a forged ticket fails its own load, and honest loads are not affected (I6, I7, I8).
 
-Time is virtual, and every question of the consumer is seen: whom it asks, and how many it waits for at once.
+Time is virtual, and the test sees every question of the consumer: its peer, and how many wait at once.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Field:
 
     @contextlib.asynccontextmanager
     async def flood(self, count: int) -> AsyncIterator[list[object]]:
-        """So many forged tickets at once. What became of them is filled in."""
+        """Load `count` forged tickets at once. Yield the list that collects their outcomes."""
         endings: list[object] = []
 
         async def one(at: int) -> None:
@@ -165,7 +165,7 @@ async def ended(work: Awaitable[object]) -> object:
 
 
 def forged(ticket: Ticket, tp: int = 1, pp: int = 1, *, named: int = 1, host: str = "silent", **changes: Any) -> Ticket:
-    """A ticket that says that its engine has so many ranks, and names some of them, each on a host of its own."""
+    """Return a ticket with tp x pp ranks. It names `named` ranks, each on a host of its own."""
     heads = 2  # what the consumer holds
     ranks = tuple(
         msgspec.structs.replace(ticket.first, pp_rank=at // tp, tp_rank=at % tp, host=f"{host}-{at}", port=5600)
@@ -261,7 +261,7 @@ async def test_keeping_leases_of_an_engine_that_cannot_be_asks_nobody_and_says_s
 @each_verb
 @in_virtual_time
 async def test_a_rank_that_says_another_cut_than_the_ticket_ends_it(verb: Verb) -> None:
-    """The ticket names an honest rank first, and then whom it wants to be asked."""
+    """The ticket names an honest rank first, and then the ranks that the forger wants to be asked."""
     async with opened() as made:
         bad = forged(made.lease.ticket, 2, 1, named=2)
         honest = msgspec.structs.replace(made.lease.ticket.first, lease_id="")
@@ -430,7 +430,7 @@ async def test_who_gets_no_turn_in_time_is_told_so_and_the_peer_is_not_blamed() 
 
 @each_verb
 async def test_one_connection_for_a_forged_ticket(verb: Verb) -> None:
-    """A listening socket that never says a word counts who comes."""
+    """A listening socket that never answers counts its connections."""
     config = replace(CONFIG, handshake_timeout_s=0.3, load_deadline_s=0.3)
     connections: list[socket.socket] = []
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as hole:

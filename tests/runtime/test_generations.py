@@ -1,7 +1,7 @@
-"""Unregistering and registering again: nothing of before is ever read as good.
+"""Unregistering and registering again: no bytes of an earlier registration are ever read as good.
 
-The network of these tests leaves the memory of a closed agent readable, as shared memory is: only wiped seals, and the
-names of incarnations, keep a reader from taking for good what it finds there.
+The network of these tests leaves the memory of a closed agent readable, as shared memory is. Only wiped seals, and the
+names of incarnations, keep a reader from taking what it finds there for good.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def fill(engine: TestEngine, value: float) -> None:
 
 
 async def fall_asleep(engine: TestEngine, *, farewell: bool = True) -> None:
-    """Give the cache back, and let somebody else have its memory. Readers may not hear of it."""
+    """Unregister the cache and overwrite its memory. Without `farewell`, readers get no message."""
     if not farewell:
         incarnation_of(engine.runtime).goodbyes._readers.clear()
     await engine.runtime.unregister()
@@ -119,7 +119,7 @@ async def test_a_ticket_of_before_is_over(farewell: bool) -> None:
 
 @in_virtual_time
 async def test_a_lease_that_lies_where_one_of_before_lay_does_not_vouch_for_it() -> None:
-    """Same request, same blocks, same word for the seal, a reader that has heard nothing: the ticket decides."""
+    """Same request, same blocks, same seal word, and a reader without a goodbye: the ticket decides."""
     async with readable_pair() as pair:
         before = pair.offer([3, 4]).ticket
         await fall_asleep(pair.producer, farewell=False)
@@ -135,7 +135,7 @@ async def test_a_lease_that_lies_where_one_of_before_lay_does_not_vouch_for_it()
 
 @in_virtual_time
 async def test_a_read_under_way_is_not_reported_as_good() -> None:
-    """Posted before, performed when the memory is somebody else's; its seal is read at the same time."""
+    """Posted before, performed when the memory has another use; its seal is read at the same time."""
     async with readable_pair() as pair:
         load = await pair.hold(pair.offer([3, 4]), [0, 1])
         await fall_asleep(pair.producer, farewell=False)
@@ -158,7 +158,7 @@ async def test_a_seal_that_was_seen_just_before_does_not_vouch_for_bytes_read_af
 
 @in_virtual_time
 async def test_a_cache_of_another_layout_or_size_is_read_by_its_own() -> None:
-    """A reader that has heard nothing keeps a connection, and block maps, of other strides at the same addresses."""
+    """A reader without a goodbye keeps a connection, and block maps, of other strides at the same addresses."""
     async with readable_pair() as pair:
         before = pair.offer([3, 4])
         await fall_asleep(pair.producer, farewell=False)
@@ -505,7 +505,7 @@ def drop(box: list[Any]) -> None:
 
 
 class Refusing(InprocTransport):
-    """Registers nothing, or only what comes first."""
+    """Registers only the first `after` regions."""
 
     after = 0
 
@@ -585,7 +585,7 @@ async def test_nothing_is_left_of_fifty_lives_and_all_of_them_are_counted() -> N
 
 @in_virtual_time
 async def test_host_buffers_are_given_back_too() -> None:
-    """A lease whose blocks are being copied to the host when its engine goes to sleep."""
+    """A lease with blocks that are being copied to the host when its engine unregisters."""
     async with readable_pair(replace(BRIEF, staging="always"), warm=False) as pair:
         for life in range(3):
             copying = pair.offer([1, 2], f"copying {life}")

@@ -1,4 +1,4 @@
-"""Caches of several groups: every byte of every window arrives, and none that nobody asked for.
+"""Caches of several groups: every byte of every window arrives, and no byte that was not requested.
 
 Random engines of an in-process cluster, judged token by token, as `test_topologies` does it for one group.
 """
@@ -247,7 +247,7 @@ def split_groups(pool: torch.Tensor) -> list[CacheGroup]:
 
 @pytest.mark.parametrize("staging", ["never", "always"])
 async def test_blocks_of_a_group_may_be_parts_of_its_pools(staging: str) -> None:
-    """7 tokens: one page of the window, and seven of eight places of two pages, each of them two blocks."""
+    """7 tokens: one page of the window, and seven of eight places of two pages, each made of two blocks."""
     config, cluster = replace(PATIENT, listen="tcp://127.0.0.1:0"), InprocCluster()
     pools = [torch.rand(8, 64), torch.zeros(8, 64)]
     async with (

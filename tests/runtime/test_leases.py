@@ -28,7 +28,7 @@ SLICED = limited(BASE, slice_bytes_max=256, slices_in_flight_max=1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedPair(EnginePair):
-    """A pair whose clocks stand still, and show different times."""
+    """A pair with two clocks that stand still and show different times."""
 
     writer_clock: ManualClock
     reader_clock: ManualClock
@@ -214,7 +214,7 @@ async def test_a_load_that_has_ended_renews_no_more(timed: TimedPair) -> None:
 async def test_a_peer_gets_one_message_for_all_its_leases(
     bytes_max: int, sent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As far as they fit; a producer whose limit is too small for one drops them, counted."""
+    """As many as fit in the message. A producer drops and counts leases that its message limit leaves out."""
     monkeypatch.setattr(notifications, "NOTIFICATION_BYTES_MAX", bytes_max)
     async with timed_pair(BASE) as timed:
         tasks = [await timed.hold(timed.offer([block], f"req-{block}"), [block]) for block in range(8)]
@@ -263,7 +263,7 @@ async def test_a_lease_is_kept_for_a_request_that_waits_and_then_no_more(timed: 
 
 
 def unnamed(lease: Lease) -> Ticket:
-    """A ticket that names no lease, as in a connector, whose scheduler writes the ticket."""
+    """Return a ticket without a lease, as the scheduler of a connector writes it."""
     ticket = lease.ticket.without_leases(request_id="req", block_ids=(3,), num_tokens=4, ttl_s=30.0)
     assert ticket.lease_id == ""
     return ticket
@@ -316,7 +316,7 @@ async def test_closing_ends_the_keeping(timed: TimedPair) -> None:
 
 
 async def test_an_expired_ticket_costs_the_slices_that_are_posted_before_its_seal_is_seen() -> None:
-    """Its blocks have another prompt by then, which is thrown away."""
+    """The blocks hold another prompt, and the read bytes are thrown away."""
     async with timed_pair(replace(SLICED, limits=replace(SLICED.limits, slices_in_flight_max=2))) as timed:
         lease = timed.offer(range(8))
         await timed.pass_time(31.0)
@@ -460,7 +460,7 @@ async def test_a_producer_that_cannot_be_told_is_no_error(timed: TimedPair) -> N
 
 
 def answer_to_release(timed: TimedPair, lease: Lease, **change: object) -> messages.Reply:
-    """What the producer says to a release by a rank like the consumer, but for a change in what it holds."""
+    """Return the producer's answer to a release by a rank like the consumer, with `change` in its holding."""
     local = host_of(timed.reader).context.local
     question = messages.ReleaseRequest(
         reader="reader",

@@ -1,4 +1,4 @@
-"""Opening, closing and dying: everybody is settled, nothing is left behind (I4, I5, I7)."""
+"""Opening, closing and dying: all waiters are settled, nothing is left behind (I4, I5, I7)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OFFER = ServeRequest("r", block_ids=[], num_tokens=0)
 
 
 async def test_a_runtime_that_did_nothing_leaves_nothing() -> None:
-    """Also if its body fails, whose error stays."""
+    """Also if its body fails. The body's error is raised."""
     before = asyncio.all_tasks()
     with pytest.raises(ZeroDivisionError):
         async with Runtime(PLAIN) as runtime:
@@ -162,7 +162,7 @@ async def test_closing_while_a_load_is_past_its_deadline_and_waits_for_its_bytes
 
 
 async def test_a_dying_transport_settles_everybody() -> None:
-    """The consumer's transport dies under a read, the producer's under a lease: nobody waits forever."""
+    """The consumer's transport dies under a read, the producer's under a lease: no task waits forever."""
     # Blocks that a dead transport may still write stay quarantined, so the pair's own checks must not run.
     with pytest.raises(_SkipChecks):
         async with inproc_pair(config=QUICK) as made:
@@ -267,7 +267,7 @@ class LateBytes:
 
 @pytest.mark.parametrize("in_time", [True, False])
 async def test_what_was_quarantined_is_safe_once_the_transport_has_closed_in_good_order(in_time: bool) -> None:
-    """The poller ends before the transport: nobody hears of the last read, but the transport has waited for it."""
+    """The poller ends before the transport and reports no end of the last read, but the transport has waited for it."""
     cluster, late = InprocCluster(), LateBytes()
     network = cluster.network
 

@@ -92,7 +92,7 @@ async def test_a_flood_leaves_the_loop_its_turns() -> None:
     steps: list[int] = []
 
     def taken() -> int:
-        """Questions, whether or not there was room for the answer: no reader asks so many over one connection."""
+        """Return the number of handled questions, with or without room for the answer."""
         return listener.statistics.answered + listener.statistics.dropped
 
     async with listening(limited(PLAIN, side_channel_requests_per_s_max=10_000)) as listener:
@@ -110,7 +110,7 @@ async def test_a_flood_leaves_the_loop_its_turns() -> None:
 
 
 async def test_zeromq_never_stops_reading_and_sends_no_heartbeats() -> None:
-    """ZeroMQ 4.3.5 has aborted processes with other settings: of those that it has by itself, a queue of 1,000."""
+    """ZeroMQ 4.3.5 has aborted processes with other settings. Its default queue of 1,000 is one of these."""
     async with listening(PLAIN) as listener:
         assert listener._socket.getsockopt(zmq.RCVHWM) == 0
         assert listener._socket.getsockopt(zmq.HEARTBEAT_IVL) == 0
@@ -134,7 +134,7 @@ async def test_connections_are_counted_down_when_they_end() -> None:
     ids=["http", "zeros", "ZeroMQ 2", "half of a greeting"],
 )
 async def test_bytes_that_are_no_message_change_nothing(data: bytes) -> None:
-    """ZeroMQ hands over messages of its first protocols too, and cannot say whose they are."""
+    """ZeroMQ also delivers messages of its first protocols, without the name of the sender."""
     async with listening(PLAIN) as listener:
         async with connection(listener) as (_, writer):
             writer.write(data)

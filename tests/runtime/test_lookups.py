@@ -1,4 +1,4 @@
-"""Names of hosts: a resolver that hangs keeps nobody but those who ask it, and not the program's own threads."""
+"""Names of hosts: a resolver that hangs delays only its own questions, and not the program's own threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes that no call can refuse are said once, in one line."""
+"""Mistakes that no call can refuse are logged once, in one line."""
 
 from __future__ import annotations
 

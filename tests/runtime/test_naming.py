@@ -71,7 +71,7 @@ def task_of(load: Load) -> asyncio.Task[Any]:
 
 
 async def under_way(*loads: Load) -> None:
-    """They do what they can for now."""
+    """Wait a moment, and assert that the loads have not ended."""
     await asyncio.wait(map(task_of, loads), timeout=0.1)
     assert not any(load.done for load in loads)
 
@@ -386,7 +386,7 @@ async def test_an_error_names_the_request_of_its_load(failing: Failing, kind: ty
 
 
 def test_every_error_of_a_load_is_among_them() -> None:
-    """But for those of what it is refused for at once, of a transport that dies, and of leases."""
+    """Except for errors of refused requests, of a transport that dies, and of leases."""
     found = {kind for _, kind in CASES}
     every = {
         kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, LoadError | PeerError)

@@ -45,7 +45,7 @@ OFFER = ServeRequest("req", block_ids=[3], num_tokens=4)
 
 
 async def opened(config: Config = PLAIN) -> Runtime:
-    """A registered runtime that nobody has promised to close."""
+    """A registered runtime without an `async with` that closes it."""
     runtime = Runtime(config)
     await runtime.__aenter__()
     await runtime.register_kv_caches(*small_cache())
@@ -107,7 +107,7 @@ async def test_cancelling_all_tasks_settles_everybody_and_closing_leaves_nothing
 
 
 async def test_cancelling_all_tasks_alone_leaves_nothing() -> None:
-    """A host that ends by `asyncio.run` waits for what it has cancelled, and nobody may be left to close anything."""
+    """A host that ends by `asyncio.run` waits for its cancelled tasks, and no task is left to close anything."""
     runtime = await opened()
     lease = runtime.serve_blocks(OFFER)
     supervisor = task_named("kvflow-supervisor")
@@ -217,7 +217,7 @@ async def settle(result: object) -> None:
 
 @contextlib.asynccontextmanager
 async def at_work(state: RuntimeState, parts: Sequence[Part] = ()) -> AsyncIterator[tuple[Runtime, Lease, Load]]:
-    """A runtime, a lease, and a load of it whose read is held; afterwards nothing has happened."""
+    """A runtime, a lease, and a load of it with a held read. Afterwards assert that nothing has changed."""
     config = replace(PLAIN, drain_timeout_s=WAIT_S)
     async with Runtime(config, parts=parts) as runtime:
         await runtime.register_kv_caches(*small_cache())
@@ -252,7 +252,7 @@ async def at_work(state: RuntimeState, parts: Sequence[Part] = ()) -> AsyncItera
 
 @pytest.mark.parametrize("state", STATES)
 async def test_every_verb_refuses_another_loop_and_takes_nothing(state: RuntimeState) -> None:
-    """A plain call raises there and then, also in a thread without a loop: there may be nobody to await anything."""
+    """A plain call raises at once, also in a thread without a loop, where no task can await anything."""
     async with at_work(state) as (runtime, lease, load):
 
         async def elsewhere(verb: str) -> None:

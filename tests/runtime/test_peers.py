@@ -1,4 +1,4 @@
-"""The life of a peer: asked once for all who wait, left alone while it fails, forgotten when nobody needs it."""
+"""The life of a peer: asked once for all waiting loads, left alone while it fails, forgotten when it is not used."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class ScriptedPair(EnginePair):
         self.transport.faults.fail_next.extend([PeerGone("scripted")] * count)
 
     async def results(self, ticket: Ticket, count: int) -> list[type[object]]:
-        """What becomes of so many loads at once."""
+        """Return the outcomes of `count` loads at once."""
         loads = (self.load(ticket, [block]) for block in range(count))
         return [type(result) for result in await asyncio.gather(*loads, return_exceptions=True)]
 
@@ -304,7 +304,7 @@ async def test_a_handshake_that_ends_while_the_transport_adds_the_agent_leaves_n
 
 @pytest.mark.parametrize("silently", [True, False])
 async def test_a_producer_that_died_and_came_back(silently: bool) -> None:
-    """Old connection, nobody there, new incarnation: no wait keeps its tickets out, no old ticket disturbs it."""
+    """Old connection, no process, new incarnation: no waiting time blocks its tickets, no old ticket disturbs it."""
     dying = ScriptedWorld()
     dying.channel.mute = (messages.Goodbye,) if silently else ()
     async with scripted_pair(producer=dying.world) as pair:
@@ -394,7 +394,7 @@ async def test_a_peer_in_use_is_not_forgotten(pair: ScriptedPair) -> None:
 
 
 async def meet_nobody(pair: ScriptedPair, ticket: Ticket, *ports: int) -> list[str]:
-    """Load from addresses where nobody is, one a moment after the other; the addresses that are known then."""
+    """Load from addresses without a process, one moment after the other. Return the known addresses."""
     for port in ports:
         pair.clock.advance(0.1)
         await pair.fails(PeerUnreachable, altered(ticket, port=port))
@@ -402,7 +402,7 @@ async def meet_nobody(pair: ScriptedPair, ticket: Ticket, *ports: int) -> list[s
 
 
 async def test_there_are_never_more_peers_than_the_limit() -> None:
-    """The oldest makes room; and who was never met before those that were."""
+    """The oldest peer makes room; peers that never answered make room first."""
     async with scripted_pair(limited(PATIENT, peers_max=2)) as pair:
         lease = pair.offer([4])
         assert await meet_nobody(pair, lease.ticket, 1, 2, 3) == ["2", "3"]
@@ -503,7 +503,7 @@ async def test_two_addresses_of_one_rank_share_its_agent(pair: ScriptedPair) -> 
 
 
 async def test_prewarming_says_for_each_engine_what_came_of_it(pair: ScriptedPair) -> None:
-    """A load from an engine that was prewarmed asks nobody."""
+    """A load from a prewarmed engine asks no peer."""
     lease = pair.offer([3])
     engines = {
         PeerAddress(engine_id="ghost", address="tcp://127.0.0.1:1"): "onnect",
@@ -521,7 +521,7 @@ async def test_prewarming_says_for_each_engine_what_came_of_it(pair: ScriptedPai
 
 
 async def test_prewarming_finds_the_ranks_that_loads_will_need(pair: ScriptedPair) -> None:
-    """Rank 1 of 2 has nothing to read from rank 0 of 2, whose address was given, but from its neighbour."""
+    """Rank 1 of 2 reads nothing from rank 0 of 2, which has the given address, but from its neighbour."""
     async with contextlib.AsyncExitStack() as stack:
         port = free_ports(2)
         for engine_id, tp_rank, listen in (("two", 0, port), ("two", 1, port), ("reader", 1, 0)):

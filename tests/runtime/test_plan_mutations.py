@@ -55,7 +55,7 @@ def match_layers_by_position(patch: pytest.MonkeyPatch) -> None:
 
 
 def read_tails_whole(patch: pytest.MonkeyPatch) -> None:
-    """Also what lies behind the prompt's end, over bytes that nobody asked for."""
+    """Also read the bytes behind the prompt's end."""
     real = BlockMap._make_region_maps
     patch.setattr(BlockMap, "_make_region_maps", lambda self, tokens: real(self, self.chunk_tokens))
 

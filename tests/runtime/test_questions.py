@@ -39,7 +39,7 @@ async def test_a_port_that_is_opened_a_moment_later_answers() -> None:
 
 
 async def test_many_questions_at_once() -> None:
-    """More than ZeroMQ has sockets for unless it is told to."""
+    """By default ZeroMQ has fewer sockets."""
     count = 400
     config = limited(
         # the last of them waits for all the others

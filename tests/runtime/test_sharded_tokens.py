@@ -1,4 +1,4 @@
-"""Decode context parallelism: the tokens of a block on several ranks. What it needs, and what it is refused with.
+"""Decode context parallelism: the tokens of a block on several ranks. Its requirements, and its errors.
 
 `test_topologies` and `growing/test_growing` compare the bytes, for any numbers of ranks on both sides.
 """

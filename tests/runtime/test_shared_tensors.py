@@ -29,19 +29,19 @@ BLOCK_BYTES = 2 * TOKENS * HEADS * SIZE * 4
 
 ALONE = (0, 1, 2, 3, 4)
 GEMMA = (0, 1, 2, 1, 2)
-"""For each layer the one whose tensor it has."""
+"""For each layer, the layer that owns its tensor."""
 ONE = (0, 0, 0, 0, 0)
 
 
 def cache(owners: Sequence[int], order: str = "HND", fill: float | None = None) -> dict[str, torch.Tensor]:
-    """A cache whose layers hold what the layer `GEMMA` says would."""
+    """A cache: each layer holds the values of the layer that owns its tensor."""
     inner = (HEADS, TOKENS, SIZE) if order == "HND" else (TOKENS, HEADS, SIZE)
     tensors = [torch.zeros(2, BLOCKS, *inner) for _ in range(LAYERS)]
     return {f"layer.{layer}": tensors[owner] for layer, owner in enumerate(owners)}
 
 
 def compute(caches: Mapping[str, torch.Tensor], order: str, blocks: Sequence[int]) -> None:
-    """Write what a model whose layers share as `GEMMA` says computes."""
+    """Write the values of a model with the sharing `GEMMA`."""
     for layer, owner in enumerate(GEMMA):
         values = torch.arange(2 * BLOCKS * HEADS * TOKENS * SIZE, dtype=torch.float32) + 10_000 * (owner + 1)
         plain = values.view(2, BLOCKS, HEADS, TOKENS, SIZE)
@@ -55,7 +55,7 @@ def in_heads(caches: Mapping[str, torch.Tensor], layer: int, order: str, blocks:
 
 
 class Pair:
-    """Two engines whose layers share tensors, each in a way of its own."""
+    """Two engines with layers that share tensors, each in its own way."""
 
     def __init__(self, prefill: Runtime, decode: Runtime, caches: Sequence[dict[str, torch.Tensor]]) -> None:
         self.prefill, self.decode, self.caches = prefill, decode, caches
@@ -128,7 +128,7 @@ async def test_a_tensor_is_compared_once_and_every_layer_is_proved() -> None:
 
 
 async def test_stages_of_a_pipeline_that_cannot_share_are_read_once() -> None:
-    """The second stage has copies of tensors that are one here with those of the first: it is told, and not read."""
+    """The second stage has copies of tensors that the first shares here: it is notified, and not read."""
     names = {"listen": "tcp://127.0.0.1:0", "transport": "inproc"}
     config = Config(engine_id="prefill", pp_size=2, **names)
     async with (
@@ -181,7 +181,7 @@ async def test_a_view_that_is_shifted_is_no_shared_tensor() -> None:
 
 
 async def test_host_buffers_hold_a_tensor_once() -> None:
-    """So twice as many blocks of a cache whose layers share fit into them."""
+    """So twice as many blocks of a cache with shared tensors fit into them."""
     most = 2 * 3 * BLOCK_BYTES
     async with pair_of(GEMMA, GEMMA, staging="always", host_buffer_bytes_max=most) as pair:
         assert (await pair.load(deadline_s=5.0)).blocks == 2

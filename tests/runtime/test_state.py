@@ -1,7 +1,7 @@
-"""State per request between engines with other tensor-parallel sizes: whole slots, unit by unit, and no more.
+"""State per request between engines with other tensor-parallel sizes: exactly the slots, unit by unit.
 
-The model is like Mamba 2: a convolution over x, B and C, and a recurrent state by heads; groups of B and C may be fewer
-than ranks. What a rank holds is cut out of the model's state by torch indexing only.
+The model is like Mamba 2: a convolution over x, B and C, and a recurrent state by heads; there may be fewer groups of B
+and C than ranks. Torch indexing alone cuts the holding of a rank out of the model's state.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Engine:
     transposed: bool = False
     """Whether the convolution's channels come last in a slot."""
     sliced: bool = True
-    """Whether kvflow is told how slots are cut."""
+    """Whether kvflow knows how slots are cut."""
     slots: int = 3
     packed: bool = False
     """Whether both tensors lie in the rows of one page, as engines lay them out that share pages with attention."""

@@ -120,7 +120,7 @@ def scattered(draw: st.DrawFn, count: int, num_blocks: int) -> tuple[int, ...]:
 def engine_pairs(
     draw: st.DrawFn, tp_sizes: Sequence[int], pp_sizes: Sequence[int], latent: bool, sharded: bool
 ) -> tuple[Engine, Engine]:
-    """Producer and consumer, one block each. `sharded`: of one of them, or of both, the tokens are sharded."""
+    """Draw producer and consumer, one block each. `sharded`: the tokens of one or both are sharded."""
     pp_size, their_pp_size = draw(st.tuples(st.sampled_from(pp_sizes), st.sampled_from(pp_sizes)))
     model = draw(models(latent=latent, layers_min=max(pp_size, their_pp_size)))
     sizes = [
@@ -198,7 +198,7 @@ def hand_overs(
 
 @st.composite
 def of_whole_heads(draw: st.DrawFn) -> HandOver:
-    """Blocks that nobody may look into but for where their heads begin, all of them filled."""
+    """Draw blocks that may be cut only where heads begin, all of them filled."""
     case = draw(hand_overs(tp_sizes=(1, 2, 4), pp_sizes=(1, 2)))
     style = draw(st.sampled_from(_STYLES))
     kv_format = "cpu_fused_vec" if style is KVStyle.FUSED else "cpu_vec"

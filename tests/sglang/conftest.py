@@ -36,7 +36,7 @@ if HAS_SGLANG:
             self._servers: dict[str, Server] = {}
 
         def have(self, *setups: Setup) -> tuple[Server, ...]:
-            """Servers of these set-ups, running; those that come anew start at the same time."""
+            """Return running servers of these set-ups. New servers start at the same time."""
             for setup in setups:
                 known = self._servers.get(setup.mode)
                 if known is None or known.setup != setup or known.process.poll() is not None:
@@ -64,7 +64,7 @@ if HAS_SGLANG:
 
     @pytest.fixture
     def router(site: Site) -> Iterator[Router]:
-        """A prefill and a decode server, and what is in front of them."""
+        """A prefill and a decode server, and the router in front."""
         prefill, decode, _ = site.have(PREFILL, DECODE, ALONE)
         router = Router(prefill, decode)
         yield router
@@ -72,5 +72,5 @@ if HAS_SGLANG:
 
     @pytest.fixture
     def alone(site: Site) -> Server:
-        """One server that does both, whose answers are the right ones."""
+        """One server that does both. Its answers are the right ones."""
         return site.have(PREFILL, DECODE, ALONE)[2]

@@ -1,8 +1,8 @@
-"""What each field of SGLang's ServerArgs is to kvflow: handled (by which test), refused, or without effect on pages.
+"""The handling of each field of SGLang's ServerArgs: handled (by which test), refused, or without effect on pages.
 
-`test_options.py` fails if the installed SGLang has a field that is in no table: somebody has to say what it means
-before kvflow is used with that version. The fields are those of SGLang 0.5.23. What is refused with the option's name
-is in `kvflow.sglang.server_settings.REFUSED_OPTIONS`.
+`test_options.py` fails if the installed SGLang has a field that is in no table: a person has to decide before kvflow is
+used with that version. The fields are those of SGLang 0.5.23. Options that kvflow refuses are in
+`kvflow.sglang.server_settings.REFUSED_OPTIONS`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Real SGLang servers on the CPU: started, asked, stopped, killed; and a router of a few lines for two of them."""
+"""Real SGLang servers on the CPU: started, asked, stopped, killed; and a router of a few lines for two servers."""
 
 from __future__ import annotations
 
@@ -208,6 +208,6 @@ class Router:
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
-    """Token ids that are nobody's: of the model's vocabulary, without its special ones."""
+    """Return random token ids of the model's vocabulary, without its special tokens."""
     chosen = random.Random(f"{length}-{seed}")
     return [chosen.randrange(5, 500) for _ in range(length)]

@@ -289,7 +289,7 @@ class Request:
             sender.init(len(self.pages), self.row)
 
     def send(self, start: int = 0, end: int | None = None) -> None:
-        """Some pages are computed; with the last ones what comes with the end."""
+        """Send computed pages. The last pages carry the state and the other data of the prompt's end."""
         end = len(self.pages) if end is None else end
         for rank, sender in zip(self.prefill.ranks, self.senders, strict=True):
             last = end == len(self.pages)

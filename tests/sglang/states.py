@@ -122,7 +122,7 @@ def minimax(tp_size: int) -> Made:
 
 
 def deepseek_v4() -> Made:
-    """Compressed latents, windows whose buffers are of unlike items and numbers of them, and state of a request."""
+    """Compressed latents, windows with buffers of unlike items and unlike numbers of items, and state of a request."""
     sizes = {"swa_size": (ALL_PAGES - 1) * 256, "c4_size": 1024, "c128_size": 64, "c4_state_pool_size": 96}
     heads = {"qk_nope_head_dim": 448, "qk_rope_head_dim": 64, "indexer_head_dim": 128}
     states = {"c128_state_pool_size": 64, "c4_state_dtype": torch.float32, "c128_state_dtype": torch.float32}
@@ -170,7 +170,7 @@ KINDS: dict[str, Callable[[int], Made]] = {
 
 @dataclass(eq=False)
 class StateServer(Server):
-    """A server whose `kind` is one of these."""
+    """A server with a cache of this `kind`."""
 
     def make_rank(self, tp_rank: int) -> Rank:
         made, aux = KINDS[self.kind](self.tp_size), self.make_aux()

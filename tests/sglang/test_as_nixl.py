@@ -1,4 +1,4 @@
-"""`KVFLOW_AS_NIXL=1`: servers whose launcher knows only the backend "nixl". Their tokens are those of one server."""
+"""`KVFLOW_AS_NIXL=1`: servers with a launcher that knows only the backend "nixl". Their tokens equal one server's."""
 
 from __future__ import annotations
 

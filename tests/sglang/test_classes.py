@@ -194,7 +194,7 @@ def test_state_of_a_prefix_that_decode_has_stays_as_it_is(fresh: Site, kind: str
 def test_state_of_latents_goes_to_another_tensor_parallelism(
     fresh: Site, kind: str, prefill_tp: int, decode_tp: int
 ) -> None:
-    """All ranks have the same, so one of them is read."""
+    """All ranks have the same latents, so one rank is read."""
     servers = fresh.states(kind, prefill_tp=prefill_tp, decode_tp=decode_tp)
     request = StateRequest(*servers, pages=[3, 9, 4], targets=[5, 6, 7])
     request.begin()
@@ -208,7 +208,7 @@ def test_state_of_latents_goes_to_another_tensor_parallelism(
 def test_recurrent_state_of_another_tensor_parallelism_is_refused(
     fresh: Site, kind: str, prefill_tp: int, decode_tp: int
 ) -> None:
-    """Before a byte has moved, and the prefill server is told."""
+    """Before a byte has moved. The prefill server is notified."""
     servers = fresh.states(kind, prefill_tp=prefill_tp, decode_tp=decode_tp)
     request = StateRequest(*servers, pages=[3], targets=[5])
     request.make_senders()
@@ -465,10 +465,10 @@ def test_prefill_aborts(site: Site, pair: tuple[Server, Server], moment: str) ->
 def test_no_load_succeeds_after_an_abort_in_mid_prefill(
     site: Site, wide: tuple[Server, Server], sent: int, is_read: bool
 ) -> None:
-    """SGLang's scheduler frees the pages right after `abort`, whatever is read of them then.
+    """SGLang's scheduler frees the pages right after `abort`, whatever reads them.
 
-    So another prompt's bytes are in them at once, also where decode had all that was sent. And once decode knows that
-    it failed, its own pages may be another prompt's as well.
+    So the pages hold another prompt's bytes at once, also where decode had read everything that was sent. And once
+    decode knows of the failure, its own pages may be another prompt's as well.
     """
     prefill, decode = wide
     prefill.fill(seed=7)
@@ -614,7 +614,7 @@ def test_a_layout_that_heads_cannot_be_cut_from_is_refused_at_the_start(pair: tu
 
 @pytest.mark.parametrize("side", [0, 1], ids=["prefill", "decode"])
 def test_the_staging_buffer_is_refused_at_the_start(pair: tuple[Server, Server], side: int) -> None:
-    """SGLang refuses it for the backend kvflow, but not for nixl, whose name kvflow may have."""
+    """SGLang refuses it for the backend kvflow, but not for nixl, a name that kvflow may have."""
     rank = pair[side].ranks[0]
     manager, staging = rank.manager, envs.SGLANG_DISAGG_STAGING_BUFFER
     with use(rank), staging.override(True), pytest.raises(ConfigError, match=f"{staging.name} is on, supported is off"):

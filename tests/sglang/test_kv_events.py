@@ -54,7 +54,7 @@ def test_its_decoder_reads_what_is_published_here() -> None:
 
 
 class Cache:
-    """A radix cache without pools, whose events its own publisher sends."""
+    """A radix cache without pools. Its own publisher sends its events."""
 
     def __init__(self, salted: bool = False) -> None:
         allocator = SimpleNamespace(device="cpu", free_segment=lambda indices, start_pos: None)

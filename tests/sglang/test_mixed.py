@@ -175,7 +175,7 @@ def stop(server: Server, how: int) -> None:
 
 @pytest.mark.parametrize("after_s", [0.05, 0.3, 0.7])
 def test_prefill_stands_still_and_goes_on(router: Router, alone: Server, after_s: float) -> None:
-    """At some moment of 24 requests: decode's clients are told within the heartbeat's time, and all goes on later."""
+    """At some moment of 24 requests: decode's clients get errors within the heartbeat's time, and all goes on later."""
     asked = mixed(router, 24, seed=int(after_s * 100))
     PAUSE.wait(after_s)
     stop(router.prefill, signal.SIGSTOP)

@@ -72,7 +72,7 @@ def test_idle_servers_do_no_more_than_one_server(router: Router, alone: Server) 
 
 @pytest.mark.parametrize("kept", [16, 64, 200])
 def test_prefixes_that_either_side_has(router: Router, alone: Server, kept: int) -> None:
-    """Both keep what they have seen: the second prompt shares its beginning, the third is the first."""
+    """Both keep their prefixes: the second prompt shares its beginning, the third is the first."""
     first = prompt_of(250, seed=kept)
     second = first[:kept] + prompt_of(60, seed=kept)
     for prompt in (first, second, first):
@@ -112,7 +112,7 @@ def test_clients_that_leave(router: Router, alone: Server) -> None:
 
 
 def test_a_prefill_server_that_is_killed_and_its_successor(router: Router, alone: Server, site: Any) -> None:
-    """In the middle of a prompt, and before it has heard of another: decode's requests fail within 2 s.
+    """In the middle of a prompt, and before decode knows another server: decode's requests fail within 2 s.
 
     Decode then goes on with the next server.
     """

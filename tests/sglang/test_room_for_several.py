@@ -303,7 +303,7 @@ def test_what_of_a_prompt_is_compared() -> None:
 
 @pytest.fixture
 def held(fresh: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server, Server, Any, Any]]:
-    """A pair whose reads wait: the servers, the decode side's transport, and what lets its reads land."""
+    """A pair with held reads: the servers, the decode side's transport, and a function that lets the reads land."""
     monkeypatch.setenv(SETTINGS, '{"transport": "inproc", "cancel_grace_s": 0.05}')
     prefill, decode = fresh.pair()
     (pool,) = decode.ranks[0].manager.pools
@@ -377,7 +377,7 @@ def test_prefill_stands_still_in_the_middle_of_a_read(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The client is told, the pages are not used again before the read has stopped, and the log has one line."""
+    """The client gets an error, the pages are not used again before the read has stopped, and the log has one line."""
     prefill, decode, transport, let_go = held
     manager = decode.ranks[0].manager
     if how == "deadline":

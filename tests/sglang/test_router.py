@@ -1,7 +1,7 @@
 """SGLang's own router in front of two prefill and two decode servers: answers are those of one server, and were sent.
 
-The router is a program that nobody here wrote. Its model's tokenizer has a token for each character, and its answers
-are of no sense: what is compared is whether they are the same.
+The router comes from SGLang. Its model's tokenizer has a token for each character, and its answers make no sense: the
+tests compare whether they are the same.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Fleet:
     prefills: list[Server] = field(default_factory=list)
     decodes: list[Server] = field(default_factory=list)
     alone: Server | None = None
-    """One server that does both, whose answers are the right ones."""
+    """One server that does both. Its answers are the right ones."""
 
     @property
     def pairs(self) -> list[Server]:
@@ -136,7 +136,7 @@ def events_of(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dic
 
 
 def sent_pages(server: Server) -> float:
-    """Pages whose transfer the prefill server has seen succeed, by SGLang's own metric."""
+    """Return the number of pages that the prefill server has sent, by SGLang's own metric."""
     lines = server.client.get(f"{server.url}/metrics").text.splitlines()
     name = "sglang:kv_transfer_total_mb_sum"
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)) / PAGE_MB

@@ -37,7 +37,7 @@ def configurations() -> dict[str, Any]:
 
 
 def tokenizer() -> Any:
-    """One token a character, whose ids are those of the model's vocabulary."""
+    """Return a tokenizer with one token a character, and with the ids of the model's vocabulary."""
     import tokenizers
     import transformers
 

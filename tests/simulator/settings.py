@@ -130,7 +130,7 @@ class Shape:
     staged: bool
     scratch: str
     sharded: bool = False
-    """True if the tokens of a block, `block_size` of them, are divided among the tensor-parallel ranks."""
+    """True if the tokens of a block, `block_size` tokens, are divided among the tensor-parallel ranks."""
     clock_offset_s: float
     clock_rate: float
     """Rate of the engine's clock, mostly as `core.protocol.proof` assumes. Freshness must not depend on it."""

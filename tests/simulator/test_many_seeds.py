@@ -1,4 +1,4 @@
-"""`python3 dev.py simulate`: what it prints, and that a broken promise fails it and can be replayed."""
+"""`python3 dev.py simulate`: its output. A broken promise fails it and can be replayed."""
 
 from __future__ import annotations
 

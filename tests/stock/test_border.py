@@ -111,7 +111,7 @@ def test_a_moment_that_is_none_is_not_compared_with_any(arrived: Any) -> None:
 
 
 def test_an_engine_that_is_no_asyncio_program_gives_a_stock_prompt_back() -> None:
-    """Nobody listens there: it is no error that the producer cannot be told."""
+    """No process listens there; the failed notification is no error."""
     config = replace(PATIENT, listen="tcp://127.0.0.1:0", transport="inproc", handshake_timeout_s=0.05)
     with blocking.Runtime(config, parts=[StockPeers(hashes=(HASH,))]) as runtime:
         cache = stock_cache(4)

@@ -1,5 +1,4 @@
-"""How long a stock producer's blocks may be believed in: never longer than its own rules say, however late it takes
-what it is told."""
+"""How long a stock producer's blocks count as leased: never longer than its own rules say."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ async def test_an_old_ticket_is_refused_and_leaves_the_newer_connection_alone() 
 
 
 async def test_the_agent_is_replaced_once_no_load_uses_it_and_such_a_load_is_not_fresh() -> None:
-    """Bytes of a load that was under way when the number rose may be of other memory by then."""
+    """A load that was under way when the number rose may have read other memory."""
     async with stock_producer(generation=1) as producer, reader(PATIENT) as ours:
         await loads(ours, producer, "first")
         params = producer.offer("old", [4], TOKENS)

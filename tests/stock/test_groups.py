@@ -1,4 +1,4 @@
-"""Several groups of layers in one fleet with stock engines: what is read of them, and what they are shown."""
+"""Several groups of layers in one fleet with stock engines: reading from stock engines, and being read by them."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def two_groups(num_tokens: int) -> Ticket:
 
 @pytest.mark.parametrize("left", [0, 1])
 def test_stock_readers_find_room_for_the_whole_prompt(left: int) -> None:
-    """A stock reader takes a table that is as long as what it has made room for, and reads from the end."""
+    """A stock reader expects a table as long as its own, and reads from the end."""
     for num_tokens in range(1, 30):
         ticket = two_groups(num_tokens)
         params = make_stock_params(ticket, "0.32.0", left=left)

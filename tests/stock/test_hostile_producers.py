@@ -18,7 +18,7 @@ from tests.fuzz.mutants import packed_bent, torn
 from tests.stock.test_reading import CONFIG, PEERS, Reader, reader
 
 EAGER = replace(CONFIG.limits, peer_backoff_first_s=1e-6, peer_backoff_max_s=1e-6)
-"""It asks those that lie again and again."""
+"""It asks lying peers again and again."""
 
 MOST = (1 << 31) - 1
 FORGED: dict[str, dict[str, Any]] = {
@@ -50,7 +50,7 @@ FORGED: dict[str, dict[str, Any]] = {
 
 
 def untouched(ours: Reader, *but: int) -> bool:
-    """Whether all blocks but these hold what they held: nothing."""
+    """Return whether all blocks but `but` are still empty."""
     others = [number for number in range(16) if number not in but]
     return not any(torch.count_nonzero(tensor[others]) for tensor in ours.cache.values())
 

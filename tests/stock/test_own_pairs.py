@@ -1,4 +1,4 @@
-"""Two engines of our own with `stock_peers`, over real NIXL: a router may drop what it does not know."""
+"""Two engines of our own with `stock_peers`, over real NIXL: a router may drop unknown fields."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def whole(params: Params) -> Params:
 
 
 def known(params: Params) -> Params:
-    """What a router leaves of them that knows what stock vLLM writes."""
+    """Return the parameters that a router keeps if it knows only stock vLLM's fields."""
     return {name: params[name] for name in line_of("0.32.0").params}
 
 

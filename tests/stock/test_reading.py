@@ -1,4 +1,4 @@
-"""Loads from stock producers, over real NIXL: what lands, what the producer is told, and what is refused unharmed."""
+"""Loads from stock producers, over real NIXL: the bytes, the notifications to the producer, and refused loads."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def replace_id(ticket: Any, request_id: str) -> Any:
 
 
 async def test_a_restarted_producer_is_another_one(producer: StockProducer, ours: Reader) -> None:
-    """Its address and name are the same: what it was asked for before is not its any more."""
+    """Its address and name are the same, but earlier questions do not concern it."""
     await ours.load(producer.offer("before", [3], TOKENS), [0])
     params = producer.offer("lost", [4], TOKENS)
     with ours.runtime.keep_leases(params):

@@ -1,4 +1,4 @@
-"""Being read by stock engines, over real NIXL: what they are answered, and what their texts do to our leases."""
+"""Being read by stock engines, over real NIXL: their answers, and the effect of their texts on our leases."""
 
 from __future__ import annotations
 
@@ -131,9 +131,7 @@ async def test_a_stock_engine_reads_and_its_text_ends_the_lease(consumer: StockC
     [(2, 1), (2, 2), (1, 2), *(pytest.param(*more, marks=pytest.mark.thorough) for more in ((4, 2), (2, 4)))],
 )
 async def test_one_listener_answers_for_all_ranks(ours: int, theirs: int) -> None:
-    """Whatever the sizes: each rank's lease is open until all of its readers have told that rank, and is renewed by
-    heartbeats of whoever reads it.
-    """
+    """Each rank's lease is open until all of its readers have notified the rank. Any reader's heartbeats renew it."""
     async with engine(ours) as ranks:
         ranks.introduce()
         leases, params = ranks.offer("cmpl-1#secret", [3, 9], 2 * TOKENS)
@@ -171,7 +169,7 @@ async def test_readers_of_older_lines_report_their_tp_size(ours: int, theirs: in
 
 
 async def test_nobody_is_answered_before_all_ranks_are_known() -> None:
-    """A reader would take those that it got for the whole engine, or wait for one that there is not."""
+    """A reader would take an incomplete list for the whole engine, or wait for a rank that does not exist."""
     async with engine(2) as ranks:
         first = ranks.ranks[0].runtime
         with pytest.raises(PeerUnreachable):
@@ -223,7 +221,7 @@ async def test_of_two_readers_both_are_waited_for(consumer: StockConsumer, ours:
 
 
 async def test_a_read_after_its_lease_is_told(consumer: StockConsumer, caplog: pytest.LogCaptureFixture) -> None:
-    """By a line and a number; whoever reads too late finds nothing wrong itself."""
+    """By a log line and a number; a late reader cannot notice by itself."""
     heard: list[str] = []
     registry = CollectorRegistry()
     metrics = PrometheusMetrics(registry)
@@ -249,7 +247,7 @@ async def test_a_read_after_its_lease_is_told(consumer: StockConsumer, caplog: p
 async def test_very_many_late_reads_have_few_lines(
     consumer: StockConsumer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And an application whose function fails at each of them goes on."""
+    """The report goes on if an application's function fails at each late read."""
 
     def fail(request_id: str) -> None:
         raise ValueError(request_id)
@@ -333,7 +331,7 @@ async def test_texts_that_say_nothing_change_nothing(consumer: StockConsumer, wr
 
 
 async def test_both_kinds_of_readers_read_one_offer(consumer: StockConsumer) -> None:
-    """One dict for routers: whoever gets it reads it."""
+    """One dict for routers: any reader can use it."""
     async with producer() as ours, Runtime(replace(CONFIG, engine_id="second")) as second:
         cache = stock_cache(16)
         await second.register_kv_caches(cache, layout_of(cache))

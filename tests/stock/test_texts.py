@@ -1,4 +1,4 @@
-"""Notifications: a stock producer gets only what it expects, and what says nothing to us is refused."""
+"""Notifications: a stock producer gets only texts that it expects, and texts without a meaning are refused."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_noise_is_refused_or_read() -> None:
 
 
 def test_what_is_written_behind_an_id_is_taken_off() -> None:
-    """Stock readers name a request by the whole of what they were given."""
+    """Stock readers name a request by its whole id, with the suffix."""
     assert decode_text(b"cmpl~kvflow~1#secret~kvflow~AbC-_==:2") == ReaderText(("cmpl~kvflow~1#secret",), 2)
     assert decode_text(b"HB:a~kvflow~AAAA,b,a") == ReaderText(("a", "b"))
     many = [f"cmpl-{number}#secret{SPARE_MARK}" + "A" * 400 for number in range(4000)]

@@ -1,4 +1,4 @@
-"""Release lines: who is spoken with, how they are told apart, and who is refused by name."""
+"""Release lines: versions that kvflow speaks with, how they are recognised, and versions that are refused by name."""
 
 from __future__ import annotations
 

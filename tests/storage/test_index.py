@@ -1,4 +1,4 @@
-"""Room and eviction: the bound always holds, who was used last goes last, and nobody goes while it is read."""
+"""Room and eviction: the bound always holds, the least recently used entry goes first, and entries in use stay."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def entry(name: str, size_bytes: int = 30) -> Entry:
 
 
 def saved(index: StoreIndex, *entries: Entry) -> list[str]:
-    """Save them in turn; whose room was needed."""
+    """Save the entries in turn. Return the evicted entries."""
     gone = []
     for one in entries:
         gone += [victim.name for victim in index.reserve(one.size_bytes, "save")]

@@ -894,7 +894,7 @@ async def test_who_is_late_when_the_runtime_closes_is_told(tmp_path: Path) -> No
 
 
 async def test_a_move_that_never_stops_breaks_the_runtime_that_is_to_give_its_memory_back(tmp_path: Path) -> None:
-    """As a read that never stops: its blocks are nobody's from then on."""
+    """As with a read that never stops, the blocks stay unusable."""
     limits = limited(PATIENT, transport_close_timeout_s=0.05).limits
     with pytest.raises(AssertionError, match=r"blocks in use: .*quarantined=3"):
         async with storing(tmp_path, cancel_grace_s=0.02, drain_timeout_s=0.02, limits=limits) as engine:

@@ -1,4 +1,4 @@
-"""A process whose NIXL_PLUGIN_DIR is another install's: here a folder without plugins."""
+"""A process with the NIXL_PLUGIN_DIR of another install: here a folder without plugins."""
 
 from __future__ import annotations
 

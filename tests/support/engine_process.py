@@ -1,4 +1,4 @@
-"""An engine in another process: calls to it, signals, and a check of what it leaves behind.
+"""An engine in another process: calls to it, signals, and a check that it leaves nothing behind.
 
 Engines are forked from one server process that has already imported everything, so an engine starts in half a second.
 No NIXL agent exists before the fork. If the environment sets UCX's log, engines have to be `fresh`, that is spawned.

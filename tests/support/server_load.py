@@ -1,4 +1,4 @@
-"""Concurrent clients of the example server, whose answers are compared with those of one engine without hand-overs.
+"""Concurrent clients of the example server. Their answers are compared with those of one engine without hand-overs.
 
 A client may get an error that the server defines, but never a wrong answer, not even the beginning of one.
 """

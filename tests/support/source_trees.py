@@ -14,10 +14,10 @@ def parsed(path: Path) -> ast.Module:
 
 
 def parsed_text(text: str) -> ast.Module:
-    """Parse `text` while no garbage is collected.
+    """Parse `text` without a garbage collection meanwhile.
 
     CPython 3.11 counts the depth of a tree in one place for all parsers, so a parser that runs inside another ends the
-    outer one with SystemError. A collection can begin one: asyncio logs the error of a task that nobody awaited, and
+    outer one with SystemError. A collection can start one: asyncio logs the error of a task that was never awaited, and
     the carets of its traceback are found by parsing.
     """
     collecting = gc.isenabled()

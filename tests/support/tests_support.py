@@ -56,6 +56,14 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0)
 
 
+def lose_errors() -> None:
+    """Drop errors that no task retrieves, on the running loop: for tests with mistakes that lose errors.
+
+    asyncio would log each with its traceback when the garbage is collected, in the middle of a later test.
+    """
+    asyncio.get_running_loop().set_exception_handler(lambda _, __: None)
+
+
 async def turns(count: int) -> None:
     """Yield to other tasks `count` times."""
     for _ in range(count):

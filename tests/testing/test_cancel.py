@@ -1,4 +1,4 @@
-"""`cancel_everywhere`: at which moments it cancels, what it says of them, and whose log lines are left."""
+"""`cancel_everywhere`: the moments of its cancellations, its error messages, and the log lines that it keeps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def steps(count: int) -> None:
 
 
 async def chatter() -> None:
-    """What goes on in an engine, whoever waits for it."""
+    """A background task of an engine."""
     while True:
         await asyncio.sleep(0.001)
 

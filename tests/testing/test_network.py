@@ -48,7 +48,7 @@ class Node:
 
 
 class Net:
-    """A network with its conditions, and on it a reader that knows a target whose memory is full of 7."""
+    """A network with its conditions. A reader on it knows a target with a memory full of 7."""
 
     reader: Node
     target: Node
@@ -83,7 +83,7 @@ class Net:
         self.network.detach(node.host)
 
     def seen(self) -> tuple[bool, list[type | None]]:
-        """Whether the bytes are there, and the error of each read that the reader has heard of."""
+        """Return whether the bytes have landed, and the error of each read that has ended."""
         errors = [event.error for _, event in self.reader.events if isinstance(event, ReadEnded)]
         return bool((self.reader.memory == 7).all()), [error and type(error) for error in errors]
 

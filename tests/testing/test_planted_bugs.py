@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from tests_support import lose_errors
 from toy_engine import Engine
 
 from kvflow import Lease, Load, LoadRequest
@@ -102,6 +103,7 @@ CLUSTERS: dict[str, Callable[[], InprocCluster]] = {
 def cancelled_anywhere(kind: type[Engine], cluster_kind: str = "as it comes") -> int:
     @asynccontextmanager
     async def scenario() -> AsyncIterator[Coroutine[Any, Any, object]]:
+        lose_errors()
         cluster = CLUSTERS[cluster_kind]()
         prefill, decode = Engine("prefill", world=cluster.world()), kind("decode", world=cluster.world())
         with blocks_watched(prefill), blocks_watched(decode):
@@ -181,6 +183,7 @@ class IgnoresFailures(FreesUnsettled):
 
 def test_blocks_that_are_freed_in_quarantine_are_found_when_a_load_fails() -> None:
     async def run() -> None:
+        lose_errors()
         cluster = InprocCluster(seed=1, conditions=NetworkConditions(read_s=1.2))  # ends within cancel_grace_s
         await blocks_come_back(
             Engine("prefill", world=cluster.world()), IgnoresFailures("decode", world=cluster.world())

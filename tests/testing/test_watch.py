@@ -32,7 +32,7 @@ from tests.support.tests_support import until
 
 
 class Allocator:
-    """Four blocks; does whatever it is told."""
+    """An allocator of four blocks that does as a test says, also double frees."""
 
     def __init__(self) -> None:
         self.free = [3, 4, 5, 6]

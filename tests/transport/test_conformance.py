@@ -71,8 +71,9 @@ def make_nixl(backend: str = "UCX") -> Callable[[str], Transport]:
 
 
 NIXL_BACKENDS = {"UCX": [], "UCX,POSIX": [], "LIBFABRIC": [pytest.mark.thorough]}
-"""Those that move bytes between peers, alone and beside another, where they start on this machine. The fast suite
-leaves out what does not start on most."""
+"""NIXL backends that move bytes between peers, alone and together, where they start on this machine. The fast suite
+leaves out backends that do not start on most machines.
+"""
 
 
 @functools.cache
@@ -366,8 +367,8 @@ class Watched:
 
 @pytest.mark.nixl
 async def test_nixl_tells_of_an_end_before_its_thread_lets_go_of_the_lock_again(nixl: tuple[Ends, Any]) -> None:
-    """Every call of NIXL lets go of Python's lock, and beside a busy loop waits for it: none is between landing and
-    telling. Only what has landed is told of before its handle is released.
+    """Every call of NIXL releases Python's lock, and waits for it beside a busy loop: no call is between the landing
+    and the report. The report comes before the handle is released.
     """
     ends, transport = nixl
     thread, agents = transport._require_open()

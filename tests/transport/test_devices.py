@@ -19,7 +19,7 @@ OTHERS = ("hpu", "npu", "tpu", "xla", "neuron", "privateuseone", "rbln", "gcu", 
 
 @pytest.mark.parametrize(("device", "reached"), [*REACHED.items(), *((kind, False) for kind in OTHERS)])
 def test_staging(device: str, reached: bool) -> None:
-    """A kind that nobody has heard of is staged as others are."""
+    """A device of an unknown kind is staged as others are."""
     assert is_staged(device, "auto") is not reached
     assert is_staged(device, "always")
     if reached:

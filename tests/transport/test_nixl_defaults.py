@@ -1,4 +1,4 @@
-"""What NIXL's agents and threads are told, on machines with CUDA, too: by settings and stubs, over real NIXL."""
+"""The settings of NIXL's agents and threads, on machines with CUDA, too: by settings and stubs, over real NIXL."""
 
 from __future__ import annotations
 

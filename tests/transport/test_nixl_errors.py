@@ -1,4 +1,4 @@
-"""Errors of NIXL's, in words: its own names say nothing to who has never read its source."""
+"""Errors of NIXL in words: NIXL's own names mean nothing without its source."""
 
 from __future__ import annotations
 

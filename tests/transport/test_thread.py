@@ -18,7 +18,7 @@ def assert_set(gate: threading.Event) -> None:
 
 
 async def test_jobs_that_wait_are_all_done_before_the_next_step() -> None:
-    """A step may start something that takes milliseconds; what is to go first must be known by then."""
+    """A step may start work of milliseconds, so it has to know the jobs that go first."""
     log: list[str] = []
     gate, ending = threading.Event(), threading.Event()
 

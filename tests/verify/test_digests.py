@@ -204,7 +204,7 @@ def test_where_bytes_are_in_the_prompt_and_the_model_counts() -> None:
 
 
 def test_digests_of_heads_and_tokens_add_up() -> None:
-    """So what one rank reads from several is compared with each of them."""
+    """So a rank that reads from several ranks compares its bytes with each source."""
     cache = cache_of(EXAMPLE)
     whole = compute(cache, [1, 2], 0, 8, (0, 3, 5))
     heads = zip(compute(cache, [1, 2], 0, 8, (0, 1, 5)), compute(cache, [1, 2], 0, 8, (1, 2, 6)), strict=True)

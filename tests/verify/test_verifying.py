@@ -1,6 +1,6 @@
 """Verified loads: bytes compared with the producer's by digests, read once more where they differ.
 
-That digests are equal on both sides in all topologies is in `test_topologies`, what they find in `test_digests`.
+`test_topologies` checks that digests are equal on both sides in all topologies, `test_digests` that they find errors.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def part_of(runtime: kvflow.Runtime) -> Any:
 
 
 class HeldDigests:
-    """The digests of a runtime's cache, held until a test lets them go; before that nothing of them is computed."""
+    """The digests of a runtime's cache. A test holds them: they are not computed before it lets them go."""
 
     def __init__(self, runtime: kvflow.Runtime) -> None:
         self.asked = self.cancelled = 0
@@ -139,7 +139,7 @@ async def test_a_flipped_byte_is_read_once_more(pair: EnginePair, caplog: pytest
 
 
 async def test_what_differs_twice_is_a_typed_error(pair: EnginePair) -> None:
-    """All blocks are free at once, and the lease stands: nobody has said that it was read."""
+    """All blocks are free at once, and the lease stays open, since no rank has reported a read."""
     records = Records()
     pair.transport.faults.flip_next = 2
     lease = pair.offer([3, 7])
@@ -190,7 +190,7 @@ BLOCKS = 6
 
 @contextlib.asynccontextmanager
 async def half_read(**faults: int) -> AsyncIterator[tuple[EnginePair, kvflow.Lease, asyncio.Task[Any], HeldDigests]]:
-    """A load whose first blocks have landed and are being digested, while the reads of the others are held."""
+    """A load that digests its first landed blocks, while the reads of the others are held."""
     async with open_pair(limited(PATIENT, slice_bytes_max=256, slices_in_flight_max=4)) as pair:
         pair.transport.faults.hold = True
         for name, value in faults.items():
@@ -269,7 +269,7 @@ async def test_the_share_is_drawn_load_by_load() -> None:
 
 @pytest.fixture
 async def scripted() -> AsyncIterator[tuple[EnginePair, ScriptedSideChannel]]:
-    """A pair that is connected, whose reader's questions are scripted from now on; it verifies all loads."""
+    """A connected pair. The reader verifies all loads, and its further questions are scripted."""
     channel = ScriptedSideChannel()
     async with open_pair(ALWAYS, consumer=World(side_channel=channel)) as pair:
         await pair.load(pair.offer([3], "first"), verify=False)
@@ -458,7 +458,7 @@ async def test_blocks_that_are_not_there_yet_have_no_digests(pair: EnginePair) -
 
 
 async def test_tokens_that_are_there_have_digests_while_others_are_missing(pair: EnginePair) -> None:
-    """A load that needs no more than the first ones may have ended by then."""
+    """A load that needs only the first tokens may have ended."""
     request = kvflow.ServeRequest("req", [3, 7, 9], num_tokens=12, computed_tokens=4)
     lease = pair.writer.serve_blocks(request)
     answers = part_of(pair.writer)

@@ -261,7 +261,7 @@ def stale(name: str) -> None:
 
 
 def models() -> None:
-    """Every kind of cache: prompts whose tokens are those of one instance, and whether the servers live."""
+    """Every kind of cache: whether the prompts have the tokens of one instance, and whether the servers live."""
     print(f"\n| row of tests/vllm/test_models.py | {' | '.join(CONNECTORS)} |\n|---|{'---|' * len(CONNECTORS)}")
     for row in ROWS:
         cells = [_judge_model(name, row) for name in CONNECTORS]
@@ -431,9 +431,9 @@ def _print_flow(found: dict[str, list[Flowed]], rounds: int) -> None:
 
 
 def prefix(rounds: int) -> None:
-    """First token of a prompt whose beginning a neighbour has, pulled from it, and computed.
+    """First token of a prompt, with a beginning pulled from a neighbour, and with the whole prompt computed.
 
-    Both by the same server, which asks its neighbour for either; of what is computed that one has nothing.
+    The same server does both and asks its neighbour for both; the neighbour has nothing of the second prompt.
     """
     holder = replace(_setup("kvflow", "producer", 0, None, None, 0), extra=(("model", NAME), ("share_prefixes", True)))
     port = free_port()

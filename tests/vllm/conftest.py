@@ -30,7 +30,7 @@ class Site:
         self._servers: dict[str, Server] = {}
 
     def have(self, *setups: Setup) -> tuple[Server, ...]:
-        """Servers of these set-ups, running; those that come anew start at the same time."""
+        """Return running servers of these set-ups. New servers start at the same time."""
         for setup in setups:
             known = self._servers.get(setup.role)
             if known is None or known.setup != setup or not known.alive:

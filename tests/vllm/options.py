@@ -1,8 +1,8 @@
-"""What each option of vLLM is to KVFlowConnector: handled (and by which test), refused, or without effect on blocks.
+"""The handling of each option of vLLM: handled (and by which test), refused, or without effect on blocks.
 
-`test_options.py` fails if the installed vLLM has a field that is in no table: somebody has to say what it means before
-kvflow is used with that version. The fields are those of vLLM 0.32 and 0.33. What is refused by kvflow itself with the
-option's name is in `kvflow.vllm.extra_config.REFUSED_OPTIONS`.
+`test_options.py` fails if the installed vLLM has a field that is in no table: a person has to decide before kvflow is
+used with that version. The fields are those of vLLM 0.32 and 0.33. Options that kvflow itself refuses are in
+`kvflow.vllm.extra_config.REFUSED_OPTIONS`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def overlay(folder: Path, installed: Path) -> None:
-    """Put links to the extension modules of the package `installed` in the place of those of `folder`/vllm."""
+    """Replace the extension modules of `folder`/vllm by links to the modules of the package `installed`."""
     for built in folder.glob("vllm/**/*.so"):
         if not built.is_symlink():
             built.unlink()

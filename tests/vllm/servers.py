@@ -1,4 +1,4 @@
-"""Real `vllm serve` processes: started, asked, stopped, killed; and the few lines of a router between two of them."""
+"""Real `vllm serve` processes: started, asked, stopped, killed; and a router of a few lines between two servers."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ ONE_AT_A_TIME = ("--max-num-seqs", "1")
 
 
 def late_setups(consumer: Setup, lease_s: int) -> tuple[Setup, Setup]:
-    """A stock producer whose blocks are few, and a consumer that computes one request at a time."""
+    """A stock producer with few blocks, and a consumer that computes one request at a time."""
     ports = (("VLLM_NIXL_SIDE_CHANNEL_PORT", "26600"), ("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1"))
     extra = (("kv_lease_duration", lease_s),)
     producer = Setup(

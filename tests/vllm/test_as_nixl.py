@@ -1,4 +1,4 @@
-"""`KVFLOW_AS_NIXL=1`: servers whose launcher gives only the name "NixlConnector", alone and beside stock vLLM."""
+"""`KVFLOW_AS_NIXL=1`: servers with a launcher that gives only the name "NixlConnector", alone and beside stock vLLM."""
 
 from __future__ import annotations
 

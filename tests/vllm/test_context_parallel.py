@@ -62,7 +62,7 @@ def config_of(role: str, tp_size: int, shards: int) -> VllmConfig:
 
 
 class Engine:
-    """An engine whose ranks compute at once: a token's latent is its position, from 1."""
+    """An engine with ranks that compute at once: a token's latent is its position, from 1."""
 
     def __init__(self, stack: ExitStack, role: str, tp_size: int, shards: int) -> None:
         config = config_of(role, tp_size, shards)

@@ -1,4 +1,4 @@
-"""vLLM's own requests, without a server: what tells their prompts apart, and those that are over when they come."""
+"""vLLM's own requests, without a server: how prompts are distinguished, and requests that are over when they come."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def engine_request(name: str, **more: Any) -> EngineRequest:
 
 @pytest.mark.parametrize("tokens", [6, 2])
 def test_prompts_are_told_apart_as_their_blocks_are(tokens: int) -> None:
-    """Also of what is offered of a prompt: what comes later, such as a picture, does not count."""
+    """Also for the offered part of a prompt: marks behind it, such as a picture, do not count."""
     for one, other in itertools.combinations_with_replacement(PROMPTS, 2):
         hashed = [
             (found.all_token_ids[:tokens], generate_block_hash_extra_keys(found, 0, tokens, 0)[0])
@@ -188,7 +188,7 @@ def test_a_ticket_of_other_tokens_is_not_used_and_one_of_the_same_with_something
 
 @pytest.mark.parametrize("before", [False, True])
 def test_the_remains_of_a_request_that_is_over_are_no_request(before: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """vLLM adds one and aborts it, to say that an HTTP request was refused, has failed, or has no client any more."""
+    """vLLM adds and aborts a request if an HTTP request was refused, has failed, or has lost its client."""
     connector, ticket = connector_of(), ticket_of("plain")
     if before:
         connector.on_new_request(request_of("plain", params=ticket.to_params()))

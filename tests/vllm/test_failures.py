@@ -70,7 +70,7 @@ def test_a_producer_killed_after_its_prefill(site: Site, story: list[int]) -> No
 
 @pytest.mark.parametrize("decode", [DECODE, RECOMPUTING], ids=["fail", "recompute"])
 def test_parameters_used_after_the_lease_has_run_out(site: Site, story: list[int], decode) -> None:
-    """The blocks hold other prompts by then. That may cost an error or the time to compute, but no wrong text."""
+    """The blocks hold other prompts. That may cost an error or the time to compute, but no wrong text."""
     producer, consumer = site.have(SHORT_LEASES, decode)
     prompt = story[:417]
     expected = producer.text(prompt, **ALONE)

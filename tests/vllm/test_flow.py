@@ -36,7 +36,7 @@ def test_the_text_is_that_of_a_single_instance(chunked: tuple[Server, Server], s
 
 
 def test_many_at_once(chunked: tuple[Server, Server], story: list[int]) -> None:
-    """Twice as many as run at a time: those that wait at one side are waited for by the other."""
+    """Twice as many as run at a time: requests that wait at one side are waited for by the other."""
     producer, consumer = chunked
     prompts = [story[start : start + 200 + 9 * start // 40] for start in range(0, 16 * 40, 40)]
     expected = [producer.text(prompt, 8, **ALONE) for prompt in prompts]

@@ -118,7 +118,7 @@ def test_ids_of_any_length(pair: tuple[Server, Server], story: list[int]) -> Non
 
 
 def test_a_prompt_of_another_salt_fails(pair: tuple[Server, Server], story: list[int]) -> None:
-    """As vLLM's own prefix cache tells them apart; what a router has taken off may be a picture, too."""
+    """As in vLLM's own prefix cache. A router may also have removed a picture."""
     producer, consumer = pair
     prompt = story[240:440]
     expected = producer.text(prompt, **ALONE)
@@ -191,7 +191,7 @@ def test_a_sampled_token_at_the_end_is_no_part_of_it(pair: tuple[Server, Server]
 
 
 def test_many_at_once(pair: tuple[Server, Server], story: list[int]) -> None:
-    """32 requests through servers that run 8 at a time, and whose caches hold 64 blocks."""
+    """32 requests through servers that run 8 at a time, with caches of 64 blocks."""
     producer, consumer = pair
     prompts = [story[start : start + 60 + 9 * start // 40] for start in range(13, 13 + 32 * 40, 40)]  # new to both
     expected = [producer.text(prompt, 8, **ALONE) for prompt in prompts]
@@ -250,7 +250,7 @@ def test_parameters_of_another_connector_are_computed_locally(pair: tuple[Server
 
 
 def test_a_reset_of_the_cache_withdraws_what_is_offered(site: Site, story: list[int]) -> None:
-    """As after new weights: what the blocks held is not to be read any more."""
+    """As after new weights: the old contents of the blocks must not be read."""
     producer, consumer = site.have(PREFILL, DECODE)
     salted = {"cache_salt": "after a reset"}
     params = prefill(producer, story[:300], **salted)
@@ -288,7 +288,7 @@ def test_a_server_that_slept_goes_on(pair: tuple[Server, Server], story: list[in
 
 
 def test_idle_servers_leave_the_cpu_alone(pair: tuple[Server, Server], story: list[int]) -> None:
-    """Every thread of a worker but its main one: kvflow's, NIXL's and UCX's, and those that vLLM itself has."""
+    """Every thread of a worker but its main one: kvflow's, NIXL's and UCX's, and vLLM's own."""
     producer, consumer = pair
     hand_over(producer, consumer, story[:300])
     used = {}

@@ -1,4 +1,4 @@
-"""vLLM's own KV events, followed: its encoder and its publisher as classes, and a server whose prefix cache changes."""
+"""A subscriber of vLLM's KV events: vLLM's encoder and publisher as classes, and a server with a changing cache."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_its_decoder_reads_what_is_published_here() -> None:
 
 
 def test_a_replay_of_its_publisher_brings_all_that_it_keeps() -> None:
-    """All of 10,000 batches, although its socket drops what does not fit; and then what comes live."""
+    """All of 10,000 batches, although its socket drops some; and then the live batches."""
     port = free_port()
     endpoint, replay = (f"tcp://127.0.0.1:{number}" for number in (port, port + 1))
     publisher = kv_events.ZmqEventPublisher(
@@ -154,7 +154,7 @@ def test_an_events_keys_are_those_of_the_request(salt: str | None, pictures: lis
 
 
 def test_a_server_tells_what_its_prefix_cache_holds(site: Site) -> None:
-    """Stored, salted, grown by another prompt, evicted, cleared; one who comes late knows the same by a replay."""
+    """Stored, salted, grown by another prompt, evicted, cleared; a late subscriber gets the same by a replay."""
     port = free_port()
     endpoint, replay = (f"tcp://127.0.0.1:{number}" for number in (port, port + 1))
     config = {

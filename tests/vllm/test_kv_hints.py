@@ -1,4 +1,4 @@
-"""KV hints as vLLM passes them to a connector: whom a request asks for a prefix. No server is started."""
+"""KV hints as vLLM passes them to a connector: the peers that a request asks for a prefix. No server is started."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def connector_with(made: RequestPrefixes | None) -> KVFlowConnector:
 
 
 def asked(connector: KVFlowConnector, **given: Any) -> tuple[str, ...]:
-    """The peers whom a new request asks."""
+    """Return the peers that a new request asks."""
     connector.on_new_request(request_of("plain", prompt_token_ids=PROMPT, **given))
     assert connector._prefixes is not None
     connector._prefixes.questions.ask_or_wait("r", 0)

@@ -101,8 +101,9 @@ INEXACT = ("MLA", "linear attention")
 
 
 UNSTEADY = ("MLA",)
-"""vLLM answers a prompt otherwise when others are in its batch, also a server without any connector (its first logprob
-by up to 0.7): of several at once nothing is said but that they were answered."""
+"""vLLM's answer depends on the batch, also in a server without any connector (its first logprob by up to 0.7). So tests
+of several prompts at once check only that all were answered.
+"""
 
 
 DRAFTED = ("full attention, a draft model at decode",)
@@ -197,7 +198,7 @@ def test_a_cached_prefix_and_what_was_received_are_of_use(pair: tuple[Server, Se
 def test_samples_and_lists_of_prompts(
     pair: tuple[Server, Server], exact: bool, steady: bool, request: pytest.FixtureRequest
 ) -> None:
-    """One ticket for several requests: samples share what it offers, other prompts are computed."""
+    """One ticket for several requests: samples share its blocks, other prompts are computed."""
     producer, consumer = pair
     prompts = [prompt_of(150, seed=3), prompt_of(170, seed=4)]
     params = prefill(producer, prompts[0])

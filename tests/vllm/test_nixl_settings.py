@@ -174,7 +174,7 @@ def test_one_line_says_it_with_what_has_no_effect() -> None:
 def test_the_line_comes_once_for_each_engine(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, role: KVConnectorRole, switch: str
 ) -> None:
-    """In the scheduler's connector object alone; and before an error, so that its reader knows whose it is."""
+    """In the scheduler's connector object alone; and before an error, so that a reader of the log knows its cause."""
     monkeypatch.setenv("KVFLOW_AS_NIXL", switch)
     given = named(typo=1)
     monkeypatch.setattr("kvflow.vllm.connector.groups_of", lambda _: [])

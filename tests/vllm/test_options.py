@@ -102,7 +102,7 @@ def test_what_is_refused_is_off_by_default() -> None:
 
 
 def test_a_scheduler_that_knows_only_some_ranks_is_refused() -> None:
-    """Torchrun's way, external_launcher: each rank has a scheduler, which would offer what it alone has."""
+    """Torchrun's way, external_launcher: each rank has a scheduler, which would offer only its own blocks."""
     connector = KVFlowConnector.__new__(KVFlowConnector)
     connector._scheduler = ConnectorScheduler(scheduling_of(vllm_config(), [FULL]), new_secret=lambda: "secret")
     with Runtime(Config(engine_id="prefill", transport="inproc", tp_size=2, num_kv_heads=4)) as runtime:

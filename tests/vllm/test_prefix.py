@@ -90,7 +90,7 @@ def until(server: Server, counted: Counted, name: str, value: float) -> None:
 
 
 def settle(*servers: Server) -> None:
-    """No block is used by anything any more: neither side has kept one."""
+    """Wait until no block is in use on either side."""
     for server in servers:
         for _ in range(200):
             server.ids(prompt_of(3), 1)
@@ -163,7 +163,7 @@ def test_an_answer_is_part_of_the_next_turn_s_prefix(servers: tuple[Server, Serv
 
 
 def test_a_router_may_name_the_source(site: Site) -> None:
-    """Of a server that knows no peers; what is no address is computed, as is what nobody listens at."""
+    """On a server without peers. A prompt with an invalid address, or one without a listener, is computed."""
     holder, named = site.have(HOLDER, replace(BOTH, extra=(*extra_of("both"), ("prefix_peers", []))))
     first, second, third = family(members=3)
     source = {"kv_request_id": "r", "remote_host": "127.0.0.1", "remote_port": PORTS["holder"]}
@@ -201,7 +201,7 @@ def test_a_hint_names_the_source(site: Site) -> None:
 
 
 def test_events_say_whom_to_ask(site: Site) -> None:
-    """A server that knows no peers, but their events, asks for what they have, and for nothing else."""
+    """A server that knows only events of its peers asks for prefixes in these events, and for nothing else."""
     events, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
     publishes = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": events.replace("127.0.0.1", "*")}
     publishes["replay_endpoint"] = replay
@@ -312,7 +312,7 @@ def test_a_holder_that_is_full_of_others_gives_its_blocks_to_them(site: Site) ->
 
 
 class Conversation:
-    """A conversation whose turns go to any of the servers, as what all of them have answered so far leads on."""
+    """A conversation. Each turn goes to any of the servers and continues the answers of all."""
 
     def __init__(self, seed: int, reference: Server) -> None:
         self._rng = random.Random(seed)
@@ -345,8 +345,8 @@ def _sure(server: Server, prompt: list[int], max_tokens: int) -> tuple[list[int]
 def test_conversations_between_two_that_share_and_ask_each_other_are_those_of_one_alone(
     site: Site, caching: bool
 ) -> None:
-    """300 answers out of caches that are too small: what one was answered the other asks for, while blocks are reused,
-    requests wait for blocks that others leave, and are preempted.
+    """300 answers with caches that are too small: each server asks the other for its answers, while blocks are reused,
+    requests wait for free blocks, and requests are preempted.
     """
     options = OPTIONS if caching else (*OPTIONS, "--no-enable-prefix-caching")
     small: dict[str, Any] = {"options": options, "blocks": 72}
@@ -429,8 +429,8 @@ def test_holders_that_stop_and_go_in_the_middle_of_pulls(site: Site) -> None:
 
 
 def test_a_holder_that_dies_before_it_was_read_is_followed_by_the_next(site: Site) -> None:
-    """Requests wait for blocks when it does: what both have offered is kept, and half of them would read from it. The
-    blocks are those of a prompt that is received from a server that is asked to compute it only then.
+    """Requests wait for blocks when it dies: the offers of both holders are kept, and half of the requests would read
+    from it. The blocks belong to a prompt that is received from a server that starts to compute it only then.
     """
     extra = extra_of("reader", "holder", "both", prefix_wait_s=60.0, handshake_timeout_s=60.0)
     doomed, other, reader = site.have(HOLDER, BOTH, replace(READER, extra=extra, blocks=70))

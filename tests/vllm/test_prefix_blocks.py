@@ -88,7 +88,7 @@ class Engine:
         """Runs that peers read, and their prompts."""
         self.revoked = 0
         self.prompts: list[list[int]] = []
-        """Of each request, with its answer: whoever goes on with the conversation asks for that."""
+        """The prompt and the answer of each request: the next turn of the conversation asks for both."""
         self.steps = 0
 
     @property
@@ -105,7 +105,7 @@ class Engine:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def reset(self, *, running: bool, connector: bool) -> None:
-        """Reset the cache, if vLLM can: then nothing of before is in the prefix cache once the next step is there."""
+        """Reset the cache, if vLLM can. After the next step no earlier block is in the prefix cache."""
         before = self.pool.cached_block_hash_to_block
         self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=connector)
         self.was_reset |= self.pool.cached_block_hash_to_block is not before
@@ -114,7 +114,7 @@ class Engine:
         return self.scheduler.has_requests() or bool(self.in_flight)
 
     def step(self) -> None:
-        """Schedule a step, and compute the oldest of those that are not, once more than `steps_behind` are not."""
+        """Schedule a step. If more than `steps_behind` steps are not computed, compute the oldest."""
         self.steps += 1
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()
@@ -246,7 +246,7 @@ def test_no_run_is_of_blocks_that_hold_something_else(
 
 
 def test_everything_that_the_pool_has_is_in_the_prefix_cache_too() -> None:
-    """Also of an answer, for who goes on with the conversation; and an idle engine says so as a busy one does."""
+    """Also of an answer, for the next turn of a conversation. An idle engine reports its blocks like a busy one."""
     rng = random.Random(1)
     with engine_of(config_of(), 64) as engine:
         prompt = tokens_of(rng, 100)

@@ -1,6 +1,6 @@
 """vLLM's own router (the package vllm-router) in front of real pairs: texts are those of one engine, and were received.
 
-The router is a program that nobody here wrote. dev.py brings it, and KVFLOW_VLLM_ROUTER names another folder of it.
+The router comes from vLLM. dev.py brings it, and KVFLOW_VLLM_ROUTER names another folder of it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def texts(answer: dict[str, Any]) -> list[str]:
 
 @contextlib.contextmanager
 def received(consumers: Sequence[Server], tokens: int | None = None) -> Iterator[None]:
-    """Fail if decode servers have not received exactly so many tokens meanwhile (None: any), or have refused a ticket.
+    """Fail if decode servers have not received exactly `tokens` tokens meanwhile (None: any), or have refused a ticket.
 
     Texts alone would be equal if the decode side had computed all prompts.
     """
@@ -159,7 +159,7 @@ def test_tools(sides: tuple[Server, Server], routed: httpx.Client) -> None:
 
 
 def test_clients_that_leave(sides: tuple[Server, Server], routed: httpx.Client, story: list[int]) -> None:
-    """In the middle of a stream, and before anything has come; what they asked for is given back, and others go on."""
+    """In the middle of a stream, and before the first token. Their offers are given back, and other clients go on."""
     prompts = [story[50 * number :][:400] for number in range(6)]
     for prompt in prompts[:3]:
         with routed.stream("POST", "/v1/completions", json=completion(prompt, 400, stream=True)) as answer:
@@ -184,7 +184,7 @@ def test_many_at_once(sides: tuple[Server, Server], routed: httpx.Client, story:
 
 
 def test_every_offer_was_read_or_is_accounted_for(sides: tuple[Server, Server]) -> None:
-    """Last: two prompts of the list and two samples were offered to nobody, and perhaps those of clients that left."""
+    """Runs last: two prompts of the list and two samples were never read, and perhaps those of clients that left."""
     left = 6
     sides[0].wait_metric(ENDED, 4, outcome="expired")
     until(lambda: sides[0].metric("vllm:kv_cache_usage_perc") == 0, "blocks are still held")

@@ -1,6 +1,6 @@
 """vLLM's own router in front of two prefill and two decode servers: it routes by KV events, and servers are killed.
 
-A request whose server dies may fail. Whatever is answered is right, and what is left serves all after a while.
+A request may fail if its server dies. Every answer is right, and after a while the remaining servers answer all.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Fleet:
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    """Four servers of a tiny model. The decode side computes a prompt whose load has failed."""
+    """Four servers of a tiny model. The decode side computes a prompt after a failed load."""
     made = Fleet()
     tiny = Setup(role="kv_consumer", core=1, model=MODELS / "full", options=OPTIONS, policy="recompute")
     with contextlib.ExitStack() as stack:
@@ -73,7 +73,7 @@ def fleet() -> Iterator[Fleet]:
 
 
 def prompts(count: int) -> list[list[int]]:
-    """Prompts that nobody has seen yet."""
+    """Return new prompts."""
     return [prompt_of(60 + 20 * number, seed=next(_seeds)) for number in range(count)]
 
 
@@ -134,7 +134,7 @@ def credited(port: int) -> float:
 
 
 def test_prompts_go_where_events_say_that_their_prefix_is(fleet: Fleet) -> None:
-    """vLLM's own events here are of blocks of 32, and the router finds nothing by them: they are told in halves."""
+    """vLLM's own events here have blocks of 32, which the router cannot use: the test publishes them in halves."""
     assert BLOCK_SIZE == 2 * ROUTED_BLOCK
 
     async def go() -> None:
@@ -194,7 +194,7 @@ def ask(client: httpx.Client, prompt: Sequence[int], tokens: int = 8) -> tuple[i
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_one_of_two_is_killed_under_traffic(fleet: Fleet, role: str) -> None:
-    """Whatever is answered is right; after a while all is answered, and received, by those that are left."""
+    """Every answer is right; after a while the remaining servers answer all requests, and receive their prompts."""
     side = fleet.prefills if role == "prefill" else fleet.decodes
     with router(fleet.prefills, fleet.decodes, *OFTEN) as client:
         with Traffic(lambda prompt: ask(client, prompt, 24), endless()) as traffic:

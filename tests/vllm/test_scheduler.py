@@ -1,4 +1,4 @@
-"""vLLM's own scheduler, without a server: whose blocks are whose while prompts flow and are preempted."""
+"""vLLM's own scheduler, without a server: the owners of blocks while prompts flow and are preempted."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Site:
         assert connector is not None
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): KVFlowIntroduction(INTRODUCTION)})
         self.offered: dict[str, list[int]] = {}
-        """Of each request whose lease is open, the blocks that its readers read."""
+        """For each request with an open lease, the blocks that its readers read."""
         self.recalled: list[str] = []
         self.sent: set[str] = set()
 

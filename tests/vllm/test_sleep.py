@@ -60,7 +60,7 @@ def test_memory_that_is_released_while_a_server_is_paused_is_registered_again(si
 
 
 class Traffic:
-    """Clients of both servers, which ask again and again until they are told to stop."""
+    """Clients of both servers, which send requests until `stop`."""
 
     def __init__(self, producer: Server, consumer: Server, expected: list[list[int]], *, shares: bool) -> None:
         self._servers, self._expected, self._shares = (producer, consumer), expected, shares
@@ -149,7 +149,7 @@ STOCK_SLEEPS = (asleep(stock("kv_producer", 0, 26100)), ours("kv_consumer", 1))
 
 @pytest.mark.parametrize("setups", [STOCK_READS, STOCK_SLEEPS], ids=["stock reads", "stock sleeps"])
 def test_a_peer_of_the_other_connector_reads_again_after_a_sleep(site: Site, setups: tuple[Setup, Setup]) -> None:
-    """The producer registers its cache anew at each wake, and its reader connects to the new registration."""
+    """The producer registers its cache again at each wake, and its reader connects to the new registration."""
     producer, consumer = site.have(*setups)
     story = consumer.tokens(TEXT.read_text())
     for wakes in range(3):

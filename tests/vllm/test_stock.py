@@ -52,7 +52,7 @@ def assert_alive(producer: Server, consumer: Server, prompt: list[int]) -> None:
 
 
 def abandon(producer: Server, consumer: Server, story: list[int], times: int) -> None:
-    """Requests whose clients leave while their prompts are read, or shortly before or after."""
+    """Send requests and drop their clients while their prompts are read, or shortly before or after."""
     for turn in range(times):
         prompt = story[100 * turn : 100 * turn + 1500]
         params = prefill(producer, prompt)

@@ -17,8 +17,9 @@ WINDOW = 96  # tokens; shorter than the prompts of the tests
 HIDDEN = 128
 _SEED = 20
 _GAIN = {"mla": 0.6, "qwen3-next": 0.8}
-"""Of each layer's weights; 1.4 where nothing is said. Less where vLLM computes the same otherwise in prefill and in
-decode: it would make large differences of small ones."""
+"""Gain of each layer's weights; 1.4 by default. Less where vLLM's prefill and decode compute slightly differently: a
+large gain would turn small differences into large ones.
+"""
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -36,7 +37,7 @@ _COMMON: dict[str, Any] = {
 
 
 def _pattern(layers: int, every: int) -> list[str]:
-    """The last of every so many layers attends to all tokens."""
+    """The last of every `every` layers attends to all tokens."""
     return ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
 
 

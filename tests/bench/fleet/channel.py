@@ -176,7 +176,7 @@ class _AskingRank:
             question.answered.set_exception(ConnectionResetError("the peer closed the connection without an answer"))
 
     def _keep_connection(self, address: str, connection: _Connection) -> None:
-        """For the next question; one for each address, and so many in all."""
+        """Keep a connection for the next question: one for each address, and at most a fixed number in all."""
         port, now_s = connection.port, self._loop.time()
         if (
             self._kept_connections.setdefault(address, connection) is not connection

@@ -21,7 +21,7 @@ _FILES, _PEER_FILES, _READER_FILES = 64, 2, 2  # as `kvflow doctor` counts them
 
 
 def run_fleet(shape: FleetShape, costs: Costs, rate: float) -> list[PhaseResult]:
-    """A fleet's life from its cold start to the storm; what is left of it concerns nobody, nor what it logs."""
+    """Run a fleet from its cold start to the storm. Errors and log lines that are left at the end are dropped."""
     level = logging.getLogger("kvflow").level
     logging.getLogger("kvflow").setLevel(logging.CRITICAL + 1)
     try:

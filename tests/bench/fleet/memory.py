@@ -28,7 +28,7 @@ _SETTLED_S = 100.0  # virtual: until no timer is left of what has ended
 
 
 def measure_memory(peers: int, layers: int) -> MemoryResult:
-    """Let one rank meet so many others, one after the other, and load from each."""
+    """Let one rank connect to `peers` others, one after the other, and load from each."""
     return run_virtual(_measure(peers, layers))
 
 

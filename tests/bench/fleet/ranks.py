@@ -61,7 +61,7 @@ class Process:
     sim_process: SimProcess
     runtime_opened: asyncio.Future[Runtime]
     ended: asyncio.Future[None]
-    """Done when the process is no more."""
+    """Done when the process has ended."""
     drain_requested: asyncio.Event = field(default_factory=asyncio.Event)
     free_blocks: deque[int] = field(default_factory=lambda: deque(range(SIZE.num_blocks)))
     """Blocks that no request has."""
@@ -122,7 +122,7 @@ class FleetRank:
         return await process.runtime_opened
 
     def kill(self) -> None:
-        """End the process at once: nothing of it runs any more, and its connections are closed."""
+        """End the process at once: stop its tasks and close its connections."""
         process = self.process
         assert process is not None
         process.sim_process.kill()
@@ -182,5 +182,5 @@ class FleetRank:
 
 
 async def first_of(*futures: asyncio.Future[Any]) -> None:
-    """Wait until one of them is done."""
+    """Wait until one future is done."""
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)

@@ -14,7 +14,7 @@ class PhaseResult:
     right: int
     lost: int
     failed: int
-    """Loads whose ranks both lived, and whose prefill rank was asked by a decode rank in service."""
+    """Failed loads between ranks that lived, asked by a decode rank in service."""
     errors: str
     wrong: int
     settle_s: float

@@ -1,7 +1,7 @@
-"""What a fleet goes through: requests, as a router sends them, while ranks come, go and are killed.
+"""The traffic of a fleet: requests as a router sends them, while ranks start, stop and are killed.
 
-A load is *honest* if both of its ranks lived from the offer to its end. An honest load that fails is a fault of ours;
-one whose rank was killed under it is lost, and that is the end of it: no router tries again here.
+A load is *honest* if both of its ranks lived from the offer to its end. If an honest load fails, kvflow is at fault. If
+a rank is killed during a load, the load is lost: no router tries again here.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ RESTART_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetShape:
-    """How many ranks there are, and whom they meet."""
+    """Number of ranks, and number of peers of each."""
 
     prefill: int
     decode: int
     peers: int
     """How many prefill ranks a decode rank's requests go to."""
     hot: int = 0
-    """How many of them are the same for all decode ranks: those that have what everybody asks for."""
+    """Number of prefill ranks that all decode ranks ask, for popular prompts."""
     seed: int = 1
 
 
@@ -83,7 +83,7 @@ class Fleet:
                 group.create_task(self._requests(rank, seconds, rate))
 
     async def burst(self, rank: FleetRank, count: int) -> None:
-        """So many requests for one decode rank at once, as those that have waited for it."""
+        """Send `count` requests to one decode rank at once, as if they had waited for it."""
         await asyncio.gather(*(self.request(rank) for _ in range(count)))
 
     async def churn(self, seconds: float, kills: int) -> None:
@@ -100,7 +100,7 @@ class Fleet:
             await asyncio.gather(*(self._roll_one(rank) for rank in now))
 
     async def restart_all(self, ranks: Sequence[FleetRank], backlog: int) -> None:
-        """Kill all of them in one moment, and open them again within `RESTART_S`; requests wait for each."""
+        """Kill all ranks at one moment, and open each again within `RESTART_S`. `backlog` requests wait for each."""
 
         async def one(rank: FleetRank) -> None:
             await asyncio.sleep(self.rng.uniform(0.0, RESTART_S))

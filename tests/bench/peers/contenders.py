@@ -1,4 +1,4 @@
-"""Who is compared, whether they are installed here, and their processes."""
+"""The contenders: their names, whether they are installed here, and their processes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def runs_over(peer: Peer, transport: Fabric) -> bool:
 
 
 def absent(peers: tuple[Peer, ...]) -> dict[Peer, Absent]:
-    """Those that cannot be imported, tried in a process of its own: what is imported here is here for good."""
+    """Return the contenders that cannot be imported. A child process tries, since an import cannot be undone here."""
     modules = {peer: module for peer, module in _MODULES.items() if peer in peers}
     found = {module: _why_absent(module) for module in set(modules.values())}
     return {peer: Absent(found[module]) for peer, module in modules.items() if found[module]}

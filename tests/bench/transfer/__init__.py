@@ -2,5 +2,5 @@
 
 scenario  options, sets of pairs, and (c)             raw      NIXL as (a) and (b) use it
 ranks     a turn, and the processes of (a), (b), (d)  results  from samples to ratios, tables, verdicts
-sizes     what loads move                             turns    who has a turn when
+sizes     what loads move                             turns    the order of turns
 """

@@ -86,7 +86,7 @@ class ReaderRank:
     async def turn(
         self, loads: Sequence[PlannedLoad], tickets: Sequence[Ticket], *, check_all: bool, at_once: int = 1
     ) -> TurnResult:
-        """Do the loads of a turn. The first wakes everybody up, the others are timed, `at_once` of them as one."""
+        """Do the loads of a turn. The first wakes both processes, the others are timed, `at_once` loads as one."""
         local_ids, remote_ids = blocks_to_compare(loads, check_all=check_all)
         self._cache.poison(local_ids)
         wake = self._contender_reader.prepare(loads[:1], tickets[:1])

@@ -170,7 +170,7 @@ class KVFlow:
         self._runtime = runtime
 
     async def connect(self, address: AgentAddress) -> None:
-        """Connect to nobody: tickets say where to go."""
+        """Connect to no peer: the tickets have the addresses."""
 
     def prepare(self, loads: Sequence[PlannedLoad], tickets: Sequence[Ticket]) -> Job:
         requests = [

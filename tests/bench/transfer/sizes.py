@@ -20,7 +20,7 @@ _WORD = re.compile(r"(?:([1-9][0-9]*)x)?(block|[0-9]+)")
 
 
 class LoadSize(NamedTuple):
-    """The size of a load, how many a turn has, and how many of them run at once."""
+    """Size of a load, number of loads in a turn, and number of loads that run at once."""
 
     label: str
     blocks: int
@@ -62,7 +62,7 @@ def shape_for(sizes: Sequence[LoadSize], layers: int) -> CacheShape:
 
 
 def loads_of_turn(size: LoadSize, turn: str, blocks: int) -> tuple[PlannedLoad, ...]:
-    """The loads of one turn, which share no block; the first is one block that wakes everybody up, untimed.
+    """Return the loads of one turn, which share no block. The first is one block that wakes both processes, untimed.
 
     Equal arguments give equal loads, so the contenders of a round move the same blocks.
     """

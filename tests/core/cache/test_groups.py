@@ -1,4 +1,4 @@
-"""Groups of layers: what they may hold, which of a prompt's tokens they need, and where their memory may lie."""
+"""Groups of layers: their layers, the tokens of a prompt that they need, and their memory."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_groups_of_one_pool_may_lie_over_the_same_memory() -> None:
 
 
 def test_a_group_may_split_the_blocks_of_its_pool() -> None:
-    """Over the same memory: so many of its blocks are one of the pool's, and no more."""
+    """Over the same memory, `split` blocks of the group are one block of the pool."""
     tensor = torch.zeros(BLOCKS, 2 * SIZE, HEADS, DIM)
     whole, halves = pooled("a", "all", tensor, size=2 * SIZE), tensor.view(2 * BLOCKS, SIZE, HEADS, DIM)
     check_sets_disjoint([whole, pooled("b", "all", halves, split=2)])
@@ -179,7 +179,7 @@ def test_a_group_may_split_the_blocks_of_its_pool() -> None:
 
 
 def test_layers_of_a_group_may_share_a_block_row_each_its_own_bytes() -> None:
-    """And not a byte more: whoever looks at blocks sees rows of one size."""
+    """Each layer has exactly its own bytes, although blocks are rows of one size."""
     rows = torch.zeros(BLOCKS, 2 * SIZE * HEADS * DIM + SIZE * 1 * DIM)
     large = rows[:, : 2 * SIZE * HEADS * DIM].view(BLOCKS, 2, SIZE, HEADS, DIM)
     small = rows[:, 2 * SIZE * HEADS * DIM :].view(BLOCKS, SIZE, 1, DIM)

@@ -72,7 +72,7 @@ def test_every_block_is_found_where_torch_put_it(recipe: Recipe, seed: int) -> N
 @examples(30, 150)
 @given(recipe=recipes())
 def test_spans_hold_the_cache_and_nothing_of_other_allocations(recipe: Recipe) -> None:
-    """Registering a byte too few breaks reads; a byte too many may belong to somebody else."""
+    """Registering a byte too few breaks reads; a byte too many may belong to another allocation."""
     cache = Cache(recipe)
     spans = map_spans(cache.tensors.items())
     allocations = [(storage.data_ptr(), storage.data_ptr() + storage.numel()) for storage in cache.storages]
@@ -139,7 +139,7 @@ def two(layer: Any, good: Any = KV) -> dict[str, Any]:
 
 
 def strided(block: int) -> torch.Tensor:
-    """K and V, each block so many elements behind the one before."""
+    """K and V, each with `block` elements between its blocks."""
     return torch.as_strided(ROWS, (2, B, N, H, D), (1024 if block < N * H * D else block, block, H * D, D, 1))
 
 

@@ -1,4 +1,4 @@
-"""Which tensors can hold a KV cache: dense ones whose bytes lie in memory of their own, by layer name."""
+"""Tensors that can hold a KV cache: dense, with bytes in memory of their own, by layer name."""
 
 from __future__ import annotations
 

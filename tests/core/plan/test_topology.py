@@ -1,4 +1,4 @@
-"""Who reads what from whom, compared with a slow model that looks at every head, every reader and every holder."""
+"""The sources of each reader, compared with a slow model that looks at every head, every reader and every holder."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def heads_of(rank: int, size: int, heads: int) -> list[int]:
 
 
 def slow_sources(cut: Parallelism) -> list[list[HeadSource]]:
-    """By our rank: reader j of n of a head takes holder j*m/n of m, and all of theirs are told.
+    """Return each rank's sources: reader j of n of a head reads from holder j*m/n of m, and notifies all its holders.
 
-    Those that nobody reads are told by the first reader of the last rank before them with any.
+    A holder that no rank reads is notified by the first reader of the last rank before it that has one.
     """
     ours, theirs, heads = cut
     reads: dict[tuple[int, int], list[int]] = {}  # (our rank, their rank) -> the model's heads that are read
@@ -93,7 +93,7 @@ def test_the_readers_of_a_head_spread_over_its_holders() -> None:
 def hold(
     rank: int, size: int, heads: int, *, said: bool = True, pp: tuple[int, int] = (0, 1), **changes: Any
 ) -> CacheShare:
-    """What rank `rank` of `size` holds of a model with so many heads."""
+    """Return the holding of rank `rank` of `size` of a model with `heads` heads."""
     of_heads = {"kv_heads": len(heads_of(rank, size, heads)), "model_kv_heads": heads if said else 0}
     place = {"tp_rank": rank, "tp_size": size, "pp_rank": pp[0], "pp_size": pp[1]}
     return replace(SHARE, **{**place, **of_heads, **changes})
@@ -160,7 +160,7 @@ CUT = st.sampled_from(CUTS)
 
 
 def cut_layers(layers: int, cuts: set[int]) -> list[tuple[tuple[int, int], tuple[int, ...]]]:
-    """Stages of layers 0.. as (pp_rank, pp_size) and layers, cut at these layers as far as there are so many."""
+    """Return stages of layers 0.. as (pp_rank, pp_size) and layers. The layers are cut at `cuts`, where they reach."""
     bounds = [0, *sorted(at for at in cuts if at < layers), layers]
     stages = [tuple(range(start, stop)) for start, stop in itertools.pairwise(bounds)]
     return [((pp, len(stages)), held) for pp, held in enumerate(stages)]

@@ -1,4 +1,4 @@
-"""First contacts: who may ask a peer that has never answered, whatever silent addresses do."""
+"""First contacts: which peers that have never answered may be asked, whatever silent addresses do."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ContactsMachine(RuleBasedStateMachine):
         assert begun is None or (begun.state, begun.since_s) == (ContactState.UNDER_WAY, self.now_s)
 
     def next_of(self, waiting: list[Contact]) -> Contact:
-        """Who came last goes first; those that had a turn go when nobody else waits, in their order."""
+        """The newest contact goes first. Contacts that have had a turn go when no other waits, in their order."""
         fresh = [contact for contact in waiting if not contact.had_turn]
         return fresh[-1] if fresh else next(contact for contact in self.put_back if contact in waiting)
 

@@ -1,4 +1,4 @@
-"""The ledger against a naive model: what it allows, what it refuses, and that its accounts always add up."""
+"""The ledger against a naive model: allowed uses, refused uses, and accounts that always add up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ block_sets = st.lists(st.integers(0, TOTAL - 1), unique=True, max_size=4)
 
 
 def blocks_of(name: str, num_blocks: int, pool: str, *, split: int = 1) -> CacheGroup:
-    """A group of one layer with so many blocks."""
+    """Return a group of one layer with `num_blocks` blocks."""
     caches = {f"{name}.0": torch.zeros(num_blocks, 1, 1, 2)}
     return CacheGroup(name, caches, CacheLayout.infer(caches, order="NHD", block_size=1), pool=pool, split=split)
 
@@ -219,7 +219,7 @@ def test_block_ids_that_cannot_be_are_named(given: object, problem: str) -> None
 
 
 def test_some_blocks_of_a_group_are_one_of_its_pools() -> None:
-    """Whoever uses one of them has all of them."""
+    """Using one of the pieces uses the whole block of the pool."""
     ledger = BlockLedger([blocks_of("state", 4, "all"), blocks_of("full", 8, "all", split=2)])
     tables, entries = ledger.find_entries([[3], [0, 1, 4]], "ids")
     assert ([ids.tolist() for ids in tables], sorted(entries.tolist())) == ([[3], [0, 1, 4]], [0, 2, 3])

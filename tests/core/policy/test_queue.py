@@ -22,7 +22,7 @@ def is_free(room: list[Permit], amount: Amount, limits: Amount) -> bool:
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Any sequence of asking and ending; after each step the books balance, and who waits has a reason to."""
+    """Any sequence of requests and ends. After each step the books balance, and every waiter has a reason to wait."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def whoever_has_waited_and_may_go_was_told_once(self) -> None:
-        """Also when it was somebody else's asking that let it go."""
+        """Also if another turn's request let it go."""
         gone = [permit for permit in self.waited if permit.state is PermitState.UNDER_WAY]
         assert set(map(id, gone)) <= set(map(id, self.granted))
         assert len(set(map(id, self.granted))) == len(self.granted)
@@ -84,7 +84,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def whoever_waits_has_a_reason(self) -> None:
-        """Each peer's first is stopped by its peer's limits, or the first of those that are not by those for all."""
+        """Each peer's first turn is stopped by the peer's limits, or the first of the others by the limits for all."""
         under_way = self.of(PermitState.UNDER_WAY)
         able = []
         for peer in PEERS:
@@ -98,7 +98,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert not is_free(under_way, first.amount, LIMITS)
 
     def teardown(self) -> None:
-        """Whatever has happened, when all that is under way ends everybody gets a permit."""
+        """When everything under way ends, every waiter gets a permit."""
         while under_way := self.of(PermitState.UNDER_WAY):
             self.queue.end(under_way[0])
         assert not self.of(PermitState.WAITING), "somebody was left waiting"

@@ -1,4 +1,4 @@
-"""Token buckets: nobody gets more than its share, and those who keep to it get all of it."""
+"""Token buckets: no peer gets more than its share, and a peer that keeps to its share gets all of it."""
 
 from __future__ import annotations
 

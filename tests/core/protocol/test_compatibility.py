@@ -1,4 +1,4 @@
-"""Compatibility: caches of one meaning have one fingerprint, and others are told apart by their facts."""
+"""Compatibility: equal caches have one fingerprint, and other caches differ by their facts."""
 
 from __future__ import annotations
 

@@ -288,7 +288,7 @@ HOSTILE += [b"x" * (1 << 21), [0] * (1 << 17), [[0]] * 2000, [-1], ["x" * 200_00
 
 
 def altered(value: Any, hostile: Any) -> Iterator[Any]:
-    """A message with each of its fields in turn, and what they hold, replaced."""
+    """Yield the message with each field in turn, and each entry of a field, replaced."""
     for key in value if isinstance(value, dict) else range(min(len(value), 8)):
         changed = value.copy()
         changed[key] = hostile
@@ -302,7 +302,7 @@ def altered(value: Any, hostile: Any) -> Iterator[Any]:
 
 @each("kind", DECODERS)
 def test_no_field_carries_what_could_not_be_said(kind: str) -> None:
-    """What is decoded can be encoded, compared and printed; what is refused is told in a line."""
+    """What is decoded can be encoded, compared and printed. The reason of a refusal is one line."""
     decode, samples = DECODERS[kind]
     for message in {type(sample): sample for sample in samples}.values():
         plain = msgspec.msgpack.decode(codec.encode(message))

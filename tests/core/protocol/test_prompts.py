@@ -84,13 +84,13 @@ def test_what_are_no_token_ids_is_refused(wrong: Any) -> None:
 
 
 def marked(tokens: Sequence[int], marks: Mapping[int, bytes]) -> list[int]:
-    """Marked by something of a kind that nobody has named."""
+    """Return a prompt with marks of an unknown kind."""
     return marked_by_keys(tokens, {place: [("mark", mark)] for place, mark in marks.items()})
 
 
 @given(prompt=prompts.filter(len), data=st.data())
 def test_marks_tell_prompts_of_the_same_tokens_apart(prompt: list[int], data: st.DataObject) -> None:
-    """As far as they are in what is offered; without any a prompt is what it was."""
+    """Only marks within the offered tokens count. A prompt without marks keeps its digest."""
     place, offered = data.draw(st.integers(0, len(prompt) - 1)), data.draw(st.integers(0, len(prompt)))
     one, other = marked(prompt, {place: b"one"}), marked(prompt, {place: b"other"})
     assert marked(prompt, {}) == prompt

@@ -1,4 +1,4 @@
-"""Seals are read as a peer reads them: raw bytes at the address that was told. No old id may be found there."""
+"""Seals are read as a peer reads them: raw bytes at the published address. No old id may be found there."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def word_at(table: SealTable, index: int) -> bytes:
 
 
 class SealsAgainstModel(RuleBasedStateMachine):
-    """The model: which words are taken, the id that each of them holds, and how many blocks it lacks."""
+    """The model: the seals in use, the id that each holds, and the number of blocks that it lacks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ TestSealsAgainstModel = machine_test(SealsAgainstModel, 20, 80, steps=20)
 
 
 def test_what_has_failed_is_the_last_to_be_taken() -> None:
-    """And the longest ago of those is the first."""
+    """Of the failed seals, the oldest is taken first."""
     table = SealTable(4)
     ids = {index: f"{index + 1:032x}" for index in (table.take_slot() for _ in range(4)) if index is not None}
     for index, lease_id in ids.items():

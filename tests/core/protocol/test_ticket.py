@@ -45,7 +45,7 @@ WIRE = """{
              "incarnation": "c9f0f895fb98ab91",
              "host": "10.0.0.8", "port": 5602, "block_ids": [30, 70, 90],
              "digest": "4f90a5fabd0ca06283873e41"}]}}"""
-"""The field names are those that routers forward."""
+"""Routers forward these field names."""
 TICKET = Ticket.from_params(json.loads(WIRE))
 FIRST, SECOND = TICKET.ranks
 LEASE_ID = FIRST.lease_id
@@ -144,7 +144,7 @@ def with_value(path: str, value: object) -> dict[str, Any]:
 
 
 class Text(str):
-    """A text of somebody else's class."""
+    """A caller's subclass of str."""
 
 
 _PARAMS = TICKET.to_params()
@@ -305,7 +305,7 @@ def test_a_rank_offers_as_many_blocks_as_the_ticket_names(rank: int, block_ids: 
 
 
 class Unread(list[Any]):
-    """What nobody may look at."""
+    """A list that must not be read."""
 
     def __iter__(self) -> Any:
         raise AssertionError("it was read")
@@ -775,7 +775,7 @@ def test_parts_of_two_good_tickets_are_no_ticket() -> None:
 
 
 def test_each_rank_answers_for_itself() -> None:
-    """A dict of some of the ranks is one of theirs; what has no digest was made by somebody who knows none."""
+    """A dict of some ranks is a ticket of these ranks. Ranks without digests come from a version without digests."""
     params = TICKET.to_params()
     params["kvflow"]["ranks"].pop()
     assert Ticket.from_params(params) == replace(TICKET, ranks=(FIRST,))
@@ -789,7 +789,7 @@ def test_each_rank_answers_for_itself() -> None:
 
 
 def test_tickets_without_leases_have_digests_too() -> None:
-    """Whoever made the dict vouches for it: a router's rendezvous, or a scheduler that has no lease."""
+    """The maker of the dict vouches for it: a router's rendezvous, or a scheduler that has no lease."""
     asked = TICKET.without_leases(request_id="other", block_ids=(3, 7), num_tokens=32, ttl_s=9.0)
     for ticket in (asked, Ticket.rendezvous(TICKET, "secret")):
         assert after_json(ticket) == ticket

@@ -1,6 +1,7 @@
-"""`examples/deploy/`: manifests that Kubernetes' own schemas take, and what kvflow needs of them.
+"""`examples/deploy/`: manifests that Kubernetes' own schemas accept, and the settings that kvflow needs in them.
 
-Schemas of custom resources are in no package: of those the pod templates are checked, and what is named here.
+Schemas of custom resources are in no package: of custom resources only the pod templates are checked, and the fields
+that are named here.
 """
 
 from __future__ import annotations

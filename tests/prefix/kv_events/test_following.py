@@ -1,4 +1,4 @@
-"""`Subscriber` against a publisher that is played by hand: what is missed, replayed, forged, and who begins anew."""
+"""`Subscriber` against a scripted publisher: messages that are missed, replayed or forged, and a restart."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ async def test_events_that_cannot_be_read_are_counted_and_warned_of_once(caplog:
 async def test_a_publisher_that_is_never_connected_is_warned_of(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As vLLM's, which connects to the address that it was given: nobody listens there."""
+    """For example vLLM's, which connects to a configured address: no process listens there."""
     monkeypatch.setattr("kvflow.prefix.kv_events.following.SILENT_S", 0.05)
     with zmq.Context.instance().socket(zmq.PUB) as elsewhere:
         port = elsewhere.bind_to_random_port("tcp://127.0.0.1")

@@ -87,7 +87,7 @@ def test_a_name_that_an_engine_gives_to_other_tokens_is_theirs() -> None:
 
 
 def test_a_block_has_few_names() -> None:
-    """Else one that is named anew without end would take memory without end."""
+    """Otherwise a block that gets new names without end would take memory without end."""
     known = PrefixMap()
     for name in range(100):
         known.apply("a", stored(PROMPT[:16], 16, block_hashes=[name]))
@@ -106,7 +106,7 @@ def test_blocks_of_several_groups_are_there_while_one_has_them() -> None:
 
 
 def test_a_block_that_was_stored_twice_is_there_until_it_was_removed_twice() -> None:
-    """vLLM computes a block again that it has, tells of both copies, and evicts them one by one."""
+    """vLLM computes a block again that it has, reports both copies, and evicts them one by one."""
     found = names(PROMPT, 16)
     last, again = BlockRemoved(block_hashes=found[-1:], medium="GPU"), stored(PROMPT, 16, begin=80)
     known = told(stored(PROMPT, 16), again, again, last, last)

@@ -1,4 +1,4 @@
-"""`Publisher`: what it sends, what it keeps for replays, and that `Subscriber` follows it."""
+"""`Publisher`: its messages, its replays, and a `Subscriber` that follows it."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class StandIn(types.ModuleType):
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """The last finder: for what nobody else has found, and SGLang asks for."""
+    """The last finder: for modules of SGLang that no other finder has found."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         top = name.partition(".")[0]
