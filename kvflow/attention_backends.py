@@ -143,10 +143,10 @@ def _rows(project: str, folder: str, text: str) -> Iterator[BackendLayout]:
 
 
 def _parse_version(text: str) -> Version:
-    found = _VERSION.match(checks.text(text, "engine_version", error=LayoutError))
-    if found is None:
+    match = _VERSION.match(checks.text(text, "engine_version", error=LayoutError))
+    if match is None:
         raise LayoutError(f"engine_version: expected something like '0.33.0', got {text[:80]!r}")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 # Columns: backend, versions, style, axes, strides, bytes, view, version that was read, file in the repository
@@ -365,13 +365,14 @@ def _mismatch_error(rows: Sequence[BackendLayout], errors: Sequence[LayoutError]
     return LayoutError(f"backend {rows[0].backend}: the tensors are not as expected. " + "; ".join(reasons))
 
 
-def _choose_format(row: BackendLayout, dtype: str, given: str | None) -> str:
+def _choose_format(row: BackendLayout, dtype: str, kv_format: str | None) -> str:
     possible = row.formats(dtype)
-    if given in possible:
-        return given
-    if given is None and len(possible) == 1:
+    if kv_format in possible:
+        return kv_format
+    if kv_format is None and len(possible) == 1:
         return possible[0]
-    what = "is needed" if given is None else f"is {given[:80]!r}"
+    problem = "is needed" if kv_format is None else f"is {kv_format[:80]!r}"
     raise LayoutError(
-        f"backend {row.backend}: kv_format {what}, expected one of {list(possible)} for dtype {dtype} ({row.versions})"
+        f"backend {row.backend}: kv_format {problem}, expected one of {list(possible)} "
+        f"for dtype {dtype} ({row.versions})"
     )

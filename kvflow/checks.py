@@ -129,7 +129,7 @@ def checked(value: object, what: str, kind: Any, error: ErrorKind = RequestError
     plain = value if type(value) in _PLAIN_TYPES else _plain(value)
     try:
         texts = (plain,) if isinstance(plain, str) else plain if isinstance(plain, tuple | list) else ()
-        if texts and not all(is_utf8(one) for one in texts if type(one) is str):
+        if texts and not all(is_utf8(item) for item in texts if type(item) is str):
             raise ValidationError("Expected a text that UTF-8 can carry")
         return convert({"value": plain}, kind if type(kind) is StructMeta else _struct_with(kind)).value
     except InvalidInput:  # raised for a nested field
@@ -164,8 +164,8 @@ _PLAIN_TYPE_OF: tuple[tuple[Any, Any], ...] = ((numbers.Integral, int), (numbers
 def _plain(value: Any) -> object:
     """Return a number or text of any class as int, float or str; for others, `object()`, which no check accepts."""
     own = next((own for kind, own in _PLAIN_TYPE_OF if isinstance(value, kind)), None)
-    found = None if own is None else try_call(partial(own, value))
-    return object() if found is None else found
+    plain = None if own is None else try_call(partial(own, value))
+    return object() if plain is None else plain
 
 
 def _expected(refused: Exception) -> str:
@@ -199,9 +199,9 @@ def without_doubles(value: Any, depth: int = _DEPTH_MAX) -> Any:
     if type(value) is float:
         return int(value) if value.is_integer() and abs(value) <= _EXACT_MAX else value
     if depth and isinstance(value, Mapping):
-        return {name: without_doubles(one, depth - 1) for name, one in value.items()}
+        return {name: without_doubles(item, depth - 1) for name, item in value.items()}
     if depth and isinstance(value, list | tuple):
-        return [without_doubles(one, depth - 1) for one in value]
+        return [without_doubles(item, depth - 1) for item in value]
     return value
 
 
@@ -273,29 +273,29 @@ def count(values: object, what: str, *, most: int = INT64_MAX, error: ErrorKind 
     Raise `error` if `values` has no length, is a str, bytes or mapping, or has more than `most` items.
     """
     plain = type(values) is list or type(values) is tuple
-    found = len(values) if plain else try_call(lambda: len(values))  # type: ignore[arg-type]
-    if found is None or (not plain and isinstance(values, str | bytes | Mapping)):
+    length = len(values) if plain else try_call(lambda: len(values))  # type: ignore[arg-type]
+    if length is None or (not plain and isinstance(values, str | bytes | Mapping)):
         raise error(f"{what}: expected a list, got {short_repr(values)}")
-    if found > most:
-        raise error(f"{what}: expected at most {counted(most, 'entry', 'entries')}, got {found}")
-    return found
+    if length > most:
+        raise error(f"{what}: expected at most {counted(most, 'entry', 'entries')}, got {length}")
+    return length
 
 
-def count_block_ids(given: object, most: int, what: str = "block_ids") -> int:
-    """Return the number of block ids in `given`, the block ids of a request, over all groups.
+def count_block_ids(block_ids: object, most: int, what: str = "block_ids") -> int:
+    """Return the number of block ids in `block_ids`, the block ids of a request, over all groups.
 
     RequestError if they cannot be counted, or are more than `most`.
     """
-    if isinstance(given, Mapping):
-        tables = list(mapping(given, what).values())
+    if isinstance(block_ids, Mapping):
+        tables = list(mapping(block_ids, what).values())
     else:
-        listed = given if isinstance(given, tuple | list) else ()
-        tables = list(listed) if listed and isinstance(listed[0], tuple | list | np.ndarray) else [given]
-    found = sum(count(ids, what) for ids in tables)
-    if found > most:
+        listed = block_ids if isinstance(block_ids, tuple | list) else ()
+        tables = list(listed) if listed and isinstance(listed[0], tuple | list | np.ndarray) else [block_ids]
+    total = sum(count(ids, what) for ids in tables)
+    if total > most:
         expected = f"at most {counted(most, 'entry', 'entries')} (limits.block_ids_max)"
-        raise RequestError(f"{what}: expected {expected}, got {found}")
-    return found
+        raise RequestError(f"{what}: expected {expected}, got {total}")
+    return total
 
 
 def whole_numbers(values: object, what: str, *, error: ErrorKind = RequestError) -> npt.NDArray[np.int64]:
@@ -340,43 +340,43 @@ def one_of(
     return plain
 
 
-def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """Return "; did you mean ...?", to end a message, with the word in `known` most similar to `given`.
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return "; did you mean ...?", to end a message, with the word in `known` most similar to `word`.
 
     Return "" if no word is similar.
     """
-    close = difflib.get_close_matches(given[:_REPR_CHARS_MAX], known, n=1)
+    close = difflib.get_close_matches(word[:_REPR_CHARS_MAX], known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def check_known(given: Iterable[str], known: Iterable[str], *, where: str, hint: str = "") -> None:
-    """Raise ConfigError, which suggests a similar name, if `given` has names that are not in `known`.
+def check_known(names: Iterable[str], known: Iterable[str], *, where: str, hint: str = "") -> None:
+    """Raise ConfigError, which suggests a similar name, if `names` has names that are not in `known`.
 
     `where` begins the message; `hint` follows the unknown names.
     """
-    names = sorted(known)
-    if unknown := sorted({*given} - {*names}):
+    known_names = sorted(known)
+    if unknown := sorted({*names} - {*known_names}):
         short = [
             name if name.isidentifier() and len(name) <= _REPR_CHARS_MAX else short_repr(name) for name in unknown[:9]
         ]
         listed = first_few(short, 8)
-        meant = did_you_mean(unknown[0], names) or f"; known are {first_few(names, _KNOWN_NAMES_MAX)}"
+        meant = did_you_mean(unknown[0], known_names) or f"; known are {first_few(known_names, _KNOWN_NAMES_MAX)}"
         raise ConfigError(f"{where}: unknown: {listed}{hint}{meant}")
 
 
-def refused_value_text(error: Exception, given: object) -> str:
+def refused_value_text(error: Exception, decoded: object) -> str:
     """Return the message of a msgspec error, followed by the value that msgspec has refused.
 
-    `given`: the object that was decoded or converted, which contains the value. A lease id, which is secret, is left
-    out.
+    `decoded`: the object that was decoded or converted, which contains the value. A lease id, which is secret, is
+    left out.
     """
     steps = _STEP.findall(str(error).rpartition("`$")[2])
     if any("lease_id" in name for name, _ in steps):
         return str(error)
-    found: Any = given
+    refused: Any = decoded
     for name, index in steps:
-        found = try_call(partial(operator.getitem, found, name or int(index)))
-    return f"{error}, got {short_repr(found)}"
+        refused = try_call(partial(operator.getitem, refused, name or int(index)))
+    return f"{error}, got {short_repr(refused)}"
 
 
 # --- dataclasses: the annotation of a field defines its check
@@ -390,22 +390,22 @@ Timeout: TypeAlias = Annotated[float, Meta(ge=0, le=SECONDS_MAX)]
 Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 
 
-def normalize_fields(given: object, error: ErrorKind, where: str = "") -> None:
-    """Check each field of `given`, a frozen dataclass, and set the field to the checked value of a built-in type.
+def normalize_fields(record: object, error: ErrorKind, where: str = "") -> None:
+    """Check each field of `record`, a frozen dataclass, and set the field to the checked value of a built-in type.
 
     `where` begins the name of each field in an error.
     """
-    for name, _, check in _fields_of(type(given), error):  # type: ignore[arg-type]
-        object.__setattr__(given, name, check(getattr(given, name), f"{where}{name}"))
+    for name, _, check in _fields_of(type(record), error):  # type: ignore[arg-type]
+        object.__setattr__(record, name, check(getattr(record, name), f"{where}{name}"))
 
 
-def normalize_request(given: object, kind: type[DataT], verb: str, block_ids_max: int) -> DataT:
-    """Check all fields of the request `given`, a dataclass of type `kind`. Return it with values of built-in types.
+def normalize_request(request: object, kind: type[DataT], verb: str, block_ids_max: int) -> DataT:
+    """Check all fields of `request`, a dataclass of type `kind`. Return it with values of built-in types.
 
     RequestError names the request and the invalid field, or says that there are more than `block_ids_max` block ids. If
-    `given` has another type than `kind`, the error names `verb`, the called method.
+    `request` has another type than `kind`, the error names `verb`, the called method.
     """
-    known: Any = given if type(given) is kind else instance(given, kind, verb)
+    known: Any = request if type(request) is kind else instance(request, kind, verb)
     name, ids, changes = known.request_id, known.block_ids, dict[str, Any]()
     if type(name) is not str or not name.isascii() or not 0 < len(name) <= LOCAL_REQUEST_ID_CHARS_MAX:
         changes["request_id"] = name = request_id(name)
@@ -432,8 +432,8 @@ def _fields_of(kind: Hashable, error: Hashable) -> tuple[tuple[str, object, Chec
     `error`: error class that the checks raise.
     """
     hints = get_type_hints(kind.__init__, include_extras=True)  # type: ignore[misc]
-    found = ((entry, _check_of(hints[entry.name], error)) for entry in fields(kind))  # type: ignore[arg-type]
-    return tuple((entry.name, entry.default, check) for entry, check in found if check is not None)
+    checks_by_field = ((entry, _check_of(hints[entry.name], error)) for entry in fields(kind))  # type: ignore[arg-type]
+    return tuple((entry.name, entry.default, check) for entry, check in checks_by_field if check is not None)
 
 
 def _check_of(hint: Any, error: Any) -> Check | None:
@@ -442,14 +442,16 @@ def _check_of(hint: Any, error: Any) -> Check | None:
     The check is the function in an `Annotated[...]`, if there is one; else it checks the value's type, and raises
     `error`.
     """
-    one, *others = [arg for arg in get_args(hint) if arg is not NoneType] if NoneType in get_args(hint) else [hint]
-    kind, *marks = get_args(one) if get_origin(one) is Annotated else (one,)
+    inner, *others = [arg for arg in get_args(hint) if arg is not NoneType] if NoneType in get_args(hint) else [hint]
+    kind, *marks = get_args(inner) if get_origin(inner) is Annotated else (inner,)
     check: Any = marks[0] if marks and callable(marks[0]) else None
     if check is None and not others and (kind in (int, float, str, bool) or get_origin(kind) is tuple):
         return partial(checked, kind=_struct_with(Int64 if hint is int else hint), error=error)
     if check is None and not others and isinstance(kind, type):
         check = lambda value, name: instance(value, kind, name, error=error)  # noqa: E731
-    return check if check is None or one is hint else lambda value, name: None if value is None else check(value, name)
+    return (
+        check if check is None or inner is hint else lambda value, name: None if value is None else check(value, name)
+    )
 
 
 def refuse_unknown_arguments(kind: type[ValueT], **nested: Any) -> type[ValueT]:
@@ -459,17 +461,17 @@ def refuse_unknown_arguments(kind: type[ValueT], **nested: Any) -> type[ValueT]:
     dataclass of the field's values, so that the message can say where an argument of that class belongs.
     """
     made, known = kind.__init__, [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
-    inner = {one.name: (name, of) for name, of in nested.items() for one in fields(of)}
+    inner = {entry.name: (name, of) for name, of in nested.items() for entry in fields(of)}
 
     @wraps(made)
-    def make(self: ValueT, *values: object, **given: object) -> None:
-        if not given.keys() <= set(known):
-            for name in inner.keys() & given.keys():
+    def make(self: ValueT, *values: object, **named: object) -> None:
+        if not named.keys() <= set(known):
+            for name in inner.keys() & named.keys():
                 place, of = inner[name]
                 hint = f"write {kind.__name__}({place}={of.__name__}({name}=...))"
                 raise ConfigError(f"{kind.__name__}: unknown: {name}; it is a field of {of.__name__}: {hint}")
-            check_known(given, known, where=kind.__name__)
-        made(self, *values, **given)
+            check_known(named, known, where=kind.__name__)
+        made(self, *values, **named)
 
     kind.__init__ = make  # type: ignore[assignment]
     return kind

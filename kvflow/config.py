@@ -42,8 +42,8 @@ def is_key_name(text: str) -> bool:
 
 def auto_target(advertise_host: str | None) -> str | None:
     """Return HOST if `advertise_host` is "auto:HOST", "" if it is "auto", else None."""
-    found = _AUTO.fullmatch(advertise_host or "")
-    return None if found is None else found.group(1) or ""
+    match = _AUTO.fullmatch(advertise_host or "")
+    return None if match is None else match.group(1) or ""
 
 
 def rank_offset(dp_rank: int, pp_rank: int, tp_rank: int, *, tp_size: int, pp_size: int) -> int:
@@ -208,9 +208,9 @@ def params_of(config: Config, backend: str) -> Mapping[str, str]:
     values of the keys without a backend are returned, too; "BACKEND.key" takes precedence over "key".
     """
     named = backend in config.nixl_backend.split(",")
-    given = config.nixl_backend_params.items()
-    common = {key: value for key, value in given if named and "." not in key}
-    return common | {key.partition(".")[2]: value for key, value in given if key.startswith(f"{backend}.")}
+    params = config.nixl_backend_params.items()
+    common = {key: value for key, value in params if named and "." not in key}
+    return common | {key.partition(".")[2]: value for key, value in params if key.startswith(f"{backend}.")}
 
 
 def _listen(value: object, name: str) -> str:
@@ -233,12 +233,12 @@ def _backends(value: object, name: str) -> str:
     """
     plain = checks.text(value, name, error=ConfigError)
     names = plain.split(",")
-    if len(set(names)) < len(names) or not all(_BACKEND.fullmatch(one) for one in names):
+    if len(set(names)) < len(names) or not all(_BACKEND.fullmatch(backend) for backend in names):
         raise ConfigError(f"{name}: expected names separated by commas, got {short_repr(value)}")
-    for one in names:
-        meant = "" if one in NIXL_BACKENDS else checks.did_you_mean(one.upper(), NIXL_BACKENDS)
+    for backend in names:
+        meant = "" if backend in NIXL_BACKENDS else checks.did_you_mean(backend.upper(), NIXL_BACKENDS)
         if meant:
-            raise ConfigError(f"{name}: {short_repr(one)} is not a backend that NIXL ships{meant}")
+            raise ConfigError(f"{name}: {short_repr(backend)} is not a backend that NIXL ships{meant}")
     if names == [STORE_BACKEND]:
         raise ConfigError(f"{name}: {STORE_BACKEND} reaches files only, no peers: it is what kvflow.storage uses")
     return plain
@@ -254,17 +254,17 @@ def _path(value: object, name: str) -> object:
 
 
 def _texts(value: object, name: str) -> Mapping[str, str]:
-    given = checks.mapping(value, name, error=ConfigError)
-    return {key: checks.text(entry, f"{name}[{short_repr(key)}]", error=ConfigError) for key, entry in given.items()}
+    texts = checks.mapping(value, name, error=ConfigError)
+    return {key: checks.text(entry, f"{name}[{short_repr(key)}]", error=ConfigError) for key, entry in texts.items()}
 
 
 def _limits(value: object, name: str) -> Limits:
     """Return `value` if it is a `Limits`; convert a dict, as in configuration files. ConfigError for other values."""
     if not isinstance(value, Mapping):
         return checks.instance(value, Limits, name, error=ConfigError)
-    given = checks.mapping(value, name, error=ConfigError)
+    values = checks.mapping(value, name, error=ConfigError)
     try:
-        return Limits(**given)  # type: ignore[arg-type]
+        return Limits(**values)  # type: ignore[arg-type]
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
 

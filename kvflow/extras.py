@@ -13,7 +13,7 @@ def install_command(extra: str) -> str:
     It does not install kvflow itself, which may be on no package index.
     """
     try:
-        needed = [one.partition(";") for one in requires("kvflow") or ()]
+        needed = [requirement.partition(";") for requirement in requires("kvflow") or ()]
     except PackageNotFoundError:  # kvflow runs from a checkout that is not installed
         return f"pip install '.[{extra}]'"
     names = [name.strip() for name, _, mark in needed if re.search(rf"""extra == ['"]{extra}['"]""", mark)]

@@ -25,9 +25,9 @@ class ForkAware(Protocol):
 _REGISTERED: weakref.WeakSet[ForkAware] = weakref.WeakSet()
 
 
-def register(one: ForkAware) -> None:
-    """Have `one.forked()` called in each child that is forked while `one` exists. Only a weak reference is kept."""
-    _REGISTERED.add(one)
+def register(owner: ForkAware) -> None:
+    """Have `owner.forked()` called in each child that is forked while `owner` exists. Only a weak reference is kept."""
+    _REGISTERED.add(owner)
 
 
 class _NoEvents:
@@ -51,8 +51,8 @@ def ignore_events(socket: Any) -> None:
 
 
 def _call_all() -> None:
-    for one in list(_REGISTERED):
-        one.forked()
+    for owner in list(_REGISTERED):
+        owner.forked()
 
 
 os.register_at_fork(after_in_child=_call_all)

@@ -77,8 +77,8 @@ def split_address(address: str, *, what: str = "listen", error: type[InvalidInpu
         InvalidInput: of class `error`, if the address has another form. `what` begins the message.
     """
     scheme, separator, rest = checks.text(address, what, error=error).partition("://")
-    given, _, port = rest.rpartition(":")
-    host = plain_host(given)
+    host_text, _, port = rest.rpartition(":")
+    host = plain_host(host_text)
     if scheme != "tcp" or not separator or host is None or not _PORT.fullmatch(port):
         raise error(f"{what}: expected 'tcp://host:port', got {address[:300]!r}{address_suggestion(address)}")
     if int(port) > PORT_MAX:
@@ -86,9 +86,9 @@ def split_address(address: str, *, what: str = "listen", error: type[InvalidInpu
     return host, int(port)
 
 
-def address_suggestion(given: str) -> str:
-    """Return "; did you mean 'tcp://...'?", to end a message, if `given` is host:port without tcp; else ""."""
-    rest = given.rpartition("://")[2]
+def address_suggestion(address: str) -> str:
+    """Return "; did you mean 'tcp://...'?", to end a message, if `address` is host:port without tcp; else ""."""
+    rest = address.rpartition("://")[2]
     host, _, port = rest.rpartition(":")
     right = plain_host(host) is not None and _PORT.fullmatch(port)
     return f"; did you mean 'tcp://{rest}'?" if right else ""
@@ -119,8 +119,8 @@ def bracket_ipv6_host(url: str) -> str:
     scheme, separator, rest = url.partition("://")
     authority = re.match(r"[^/?#]*", rest)
     place = authority.group() if authority is not None else ""
-    given, _, port = place.rpartition(":")
-    host = plain_host(given)
+    host_text, _, port = place.rpartition(":")
+    host = plain_host(host_text)
     if not separator or host is None or not is_v6(host) or not (_PORT.fullmatch(port) or port == "*"):
         return url
     return f"{scheme}://[{host}]:{port}{rest[len(place) :]}"

@@ -58,14 +58,14 @@ ByDevice: TypeAlias = Count
 """Type of a bound for which 0 stands for the default of the device that holds the cache (`BY_DEVICE`)."""
 
 
-def with_device_defaults(given: T, kind: str) -> T:
-    """Return a copy of `given`, a Limits or a Config, with the defaults of a device in place of bounds that are 0.
+def with_device_defaults(settings: T, kind: str) -> T:
+    """Return a copy of `settings`, a Limits or a Config, with the defaults of a device in place of bounds that are 0.
 
     `kind`: kind of the device, such as "cuda". Caches on devices that `BY_DEVICE` lacks are copied through host memory,
     so they get the defaults of "cpu".
     """
     defaults = BY_DEVICE.get(kind, BY_DEVICE["cpu"])
-    return replace(given, **{name: value for name, value in defaults.items() if getattr(given, name, None) == 0})
+    return replace(settings, **{name: value for name, value in defaults.items() if getattr(settings, name, None) == 0})
 
 
 @checks.refuse_unknown_arguments

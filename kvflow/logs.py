@@ -36,7 +36,7 @@ def _make_plain(record: logging.LogRecord) -> bool:
     """
     if isinstance(record.args, tuple):
         record.args = tuple(map(_plain, record.args))
-        if sum(len(one) for one in record.args if isinstance(one, str)) > _ARGUMENTS_CHARS:
+        if sum(len(argument) for argument in record.args if isinstance(argument, str)) > _ARGUMENTS_CHARS:
             record.msg, record.args = shortened(record.getMessage(), _CHARS_MAX), ()
     if record.exc_info and record.exc_info[1] is not None:
         record.exc_text = _traceback(record.exc_info[1], record.exc_info[2])

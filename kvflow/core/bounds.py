@@ -76,13 +76,13 @@ rank for its lease."""
 Traceparent: TypeAlias = Annotated[str, Meta(pattern=TRACEPARENT)]
 
 
-def read_traceparent(given: object, what: str = "traceparent") -> str:
+def read_traceparent(value: object, what: str = "traceparent") -> str:
     """Return the trace context in a `traceparent` header, as one of version 00; "" if the header is to be ignored.
 
     Headers come from clients, so no text is an error. As W3C says, a header that does not parse is ignored, and a later
-    version is read by its first four fields. None is no header. RequestError if `given` is neither a text nor None.
+    version is read by its first four fields. None is no header. RequestError if `value` is neither a text nor None.
     """
-    header = "" if given is None else checks.instance(given, str, what)
+    header = "" if value is None else checks.instance(value, str, what)
     parsed = _TRACE_CONTEXT.fullmatch(str.strip(header, " \t"))
     if parsed is None or (parsed[1] == "00" and parsed[5]):
         return ""

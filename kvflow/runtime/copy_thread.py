@@ -75,11 +75,11 @@ class CopyThread:
 
     async def run(self, job: Callable[[], T]) -> T:
         """Run `job` on the copy thread, and return its result or raise its error. Cancelling does not stop `job`."""
-        found: list[T] = []
+        results: list[T] = []
         end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.submit(lambda: found.append(job()), partial(_complete, end))
+        self.submit(lambda: results.append(job()), partial(_complete, end))
         await end
-        return found[0]
+        return results[0]
 
     async def run_into_buffers(self, copy: Callable[[], None], give_back: Callable[[], None]) -> None:
         """Run `copy`, which writes into buffers, on the copy thread, and wait for its end. CopyFailed if it raises.

@@ -62,8 +62,8 @@ def left() -> int:
 
 def shortage(least: int) -> str:
     """Return "" if this process may open at least `least` more files, else a text for errors that says how many."""
-    found = left()
-    return f"Too many open files: {found} of {limit()} are left (ulimit -n)" if found < least else ""
+    files_left = left()
+    return f"Too many open files: {files_left} of {limit()} are left (ulimit -n)" if files_left < least else ""
 
 
 def needed(config: Config) -> int:

@@ -110,10 +110,10 @@ class OptionalParts:
         return cast(Failover, self._part("failover", what, RequestError))
 
     def _part(self, name: str, what: str, kind: type[KVFlowError]) -> object:
-        found = self._begun.get(name)
-        if found is None:
-            found = self._begun[name] = import_part(name, what, kind).begin(self._host)
-        return found
+        begun = self._begun.get(name)
+        if begun is None:
+            begun = self._begun[name] = import_part(name, what, kind).begin(self._host)
+        return begun
 
 
 def lease_growth(
@@ -135,5 +135,5 @@ def host_blocks(
     ConfigError if `kvflow.staging` is not installed, or Config.host_buffer_bytes_max is less than a block of a group.
     """
     what = f"a cache on {device.where.kind!r}, with Config.staging {config.staging!r},"
-    found = import_part("staging", what, ConfigError).host_buffers(groups, config, copy_blocks, device)
-    return cast(Sequence[HostBlocks], found)
+    buffers = import_part("staging", what, ConfigError).host_buffers(groups, config, copy_blocks, device)
+    return cast(Sequence[HostBlocks], buffers)

@@ -98,5 +98,5 @@ def _total(now: PartT | None, past: PartT | None) -> PartT | None:
     """Return `now` with each count increased by the same count of `past`. If one is None, return the other."""
     if now is None or past is None:
         return past if now is None else now
-    counts = [one.name for one in fields(now) if one.name not in _GAUGES]
+    counts = [entry.name for entry in fields(now) if entry.name not in _GAUGES]
     return replace(now, **{name: getattr(now, name) + getattr(past, name) for name in counts})

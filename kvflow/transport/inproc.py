@@ -66,8 +66,8 @@ class InprocRead(PostedRead):
 
     def rows(self) -> list[Row]:
         """Return the ranges to copy, each as (local address, remote address, size in bytes)."""
-        ours, theirs = self.descriptors.table
-        return list(zip(ours[:, 0].tolist(), theirs[:, 0].tolist(), ours[:, 1].tolist(), strict=True))
+        local, remote = self.descriptors.table
+        return list(zip(local[:, 0].tolist(), remote[:, 0].tolist(), local[:, 1].tolist(), strict=True))
 
 
 def flip_byte(address: int) -> None:
@@ -471,10 +471,10 @@ class InprocTransport:
             return PeerGone(f"agent {read.peer!r} is gone")
         if self.faults.fail_next:
             return self.faults.fail_next.popleft()
-        ours, theirs = read.descriptors.table
-        sides = ("local", ours, self._read_into), ("remote", theirs, target._served or target._left_memory[0])
+        local, remote = read.descriptors.table
+        sides = ("local", local, self._read_into), ("remote", remote, target._served or target._left_memory[0])
         for side, rows, spans in sides:  # every range must lie within one span
-            starts, ends, inside = rows[:, 0], rows[:, 0] + ours[:, 1], np.zeros(len(rows), dtype=np.bool_)
+            starts, ends, inside = rows[:, 0], rows[:, 0] + local[:, 1], np.zeros(len(rows), dtype=np.bool_)
             for span in spans:
                 inside |= (starts >= np.uint64(span.address)) & (ends <= np.uint64(span.address + span.size_bytes))
             if not inside.all():

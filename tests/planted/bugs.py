@@ -31,8 +31,8 @@ BUGS: dict[str, Bug] = {
         (CORE + "policy/test_lease_book.py",),
     ),
     "a reader that tells twice counts twice": Bug(
-        "            return Counted.DUPLICATE, None\n        entry.readers[reader] = Fraction(part, whole)",
-        "            reader += '!'\n        entry.readers[reader] = Fraction(part, whole)",
+        "            return Counted.DUPLICATE, None\n        entry.readers[reader] = Fraction(numerator, denominator)",
+        "            reader += '!'\n        entry.readers[reader] = Fraction(numerator, denominator)",
         (CORE + "policy/test_lease_book.py",),
     ),
     "a restart gives no time": Bug(
@@ -112,8 +112,8 @@ BUGS: dict[str, Bug] = {
         (CORE + "policy/test_queue.py",),
     ),
     "the newest contact makes way instead of the oldest": Bug(
-        "next((one for one in self._under_way if not one.wanted), next(iter(self._under_way)))",
-        "next((one for one in self._under_way if not one.wanted), next(reversed(self._under_way)))",
+        "oldest = next(iter(self._under_way))",
+        "oldest = next(reversed(self._under_way))",
         (CORE + "policy/test_contacts.py", RUNTIME + "contacts.py"),
     ),
     "a peer that fails is asked at once, always": Bug(

@@ -94,7 +94,8 @@ class Contacts:
         """
         if self.due_s(now_s) > now_s:
             return None
-        self._preempted = next((one for one in self._under_way if not one.wanted), next(iter(self._under_way)))
+        oldest = next(iter(self._under_way))
+        self._preempted = next((contact for contact in self._under_way if not contact.wanted), oldest)
         self._preempted.state = ContactState.PREEMPTED
         return self._preempted
 
@@ -105,9 +106,9 @@ class Contacts:
         """
         if not self._waiting or self._preempted is not None:
             return float("inf")
-        if not all(one.wanted for one in self._under_way):
+        if not all(contact.wanted for contact in self._under_way):
             return now_s
-        if all(one.had_turn for one in self._waiting):
+        if all(contact.had_turn for contact in self._waiting):
             return float("inf")
         return next(iter(self._under_way)).since_s + self._patience_s
 

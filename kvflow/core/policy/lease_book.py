@@ -158,12 +158,12 @@ class LeaseBook:
         entry = self._entries.get(lease_id)
         if entry is None or entry.state is not LeaseState.OFFERED:
             return Counted.LATE, None
-        part, whole = share
-        if not 0 < part <= whole <= _DENOMINATOR_MAX:
+        numerator, denominator = share
+        if not 0 < numerator <= denominator <= _DENOMINATOR_MAX:
             return Counted.MALFORMED, None
         if reader in entry.readers:
             return Counted.DUPLICATE, None
-        entry.readers[reader] = Fraction(part, whole)
+        entry.readers[reader] = Fraction(numerator, denominator)
         all_read = sum(entry.readers.values()) >= entry.reader_count
         return Counted.NOTED, entry if all_read and self.end(entry, "all_read") else None
 

@@ -78,25 +78,25 @@ class BlockLedger:
         if len(self._pools) == 1 and (type(block_ids) is list or not isinstance(block_ids, Mapping)):
             ids = check_block_ids(block_ids, num_blocks=self._num_blocks[0], what=what)
             return (ids,), ids
-        tables, found = self._by_group(block_ids, what), []
-        for name, num_blocks, given in zip(self._names, self._num_blocks, tables, strict=True):
-            found.append(check_block_ids(given, num_blocks=num_blocks, what=f"{what} of group {name!r}"))
-        entries = self.entries(found)
+        tables, checked = self._by_group(block_ids, what), []
+        for name, num_blocks, ids in zip(self._names, self._num_blocks, tables, strict=True):
+            checked.append(check_block_ids(ids, num_blocks=num_blocks, what=f"{what} of group {name!r}"))
+        entries = self.entries(checked)
         ordered = np.sort(entries)
         if (ordered[1:] == ordered[:-1]).any():
             twice = int(ordered[1:][ordered[1:] == ordered[:-1]][0])
             raise RequestError(f"{what}: block {twice} of one pool is given for two groups")
-        return tuple(found), entries
+        return tuple(checked), entries
 
     def entries(self, tables: Sequence[BlockIds | Sequence[int]]) -> BlockIds:
         """Return the entries of all blocks in `tables`, which holds one table of checked block ids per group."""
-        found = []
+        numbers = []
         for pool, split, ids in zip(self._pools, self._splits, tables, strict=True):
             own = np.asarray(ids, dtype=np.int64)
             if split > 1:
                 own = np.unique(own // split)
-            found.append(own + self._first[pool])
-        return np.concatenate(found)
+            numbers.append(own + self._first[pool])
+        return np.concatenate(numbers)
 
     def check_enough_blocks(self, counts: Sequence[int], what: str) -> None:
         """Raise RequestError if, for some group i, the cache has fewer than `counts[i]` blocks, whether free or in use.
@@ -176,14 +176,14 @@ class BlockLedger:
         If `safe`, no further byte can land in the blocks, and they are free; else they are quarantined until
         `end_load`.
         """
-        self._claimed = [one for one in self._claimed if one is not ids]
+        self._claimed = [claim for claim in self._claimed if claim is not ids]
         if safe:
             self.end_load(ids)
         else:
             self.quarantine(ids)
 
     def _is_claimed(self, ids: BlockIds) -> bool:
-        return any(one is ids for one in self._claimed)
+        return any(claim is ids for claim in self._claimed)
 
     def quarantine(self, ids: BlockIds) -> None:
         """Mark the blocks in `ids` (ledger entries) as quarantined: their load has ended, but bytes may still land.
@@ -220,7 +220,9 @@ class BlockLedger:
 
     def _refuse(self, ids: BlockIds, busy: npt.NDArray[np.bool_], verb: str) -> NoReturn:
         entry = int(ids[busy][0])
-        pool, first = max(((name, at) for name, at in self._first.items() if at <= entry), key=lambda found: found[1])
+        pool, first = max(
+            ((name, start) for name, start in self._first.items() if start <= entry), key=lambda named: named[1]
+        )
         block = f"block {entry - first}" if len(self._first) == 1 else f"block {entry - first} of pool {pool!r}"
         by_whom = " by another request" if self._use[entry] < _FREE else ""
         raise BlocksBusy(f"{block} cannot be {verb}: it is {self.use_of(entry)}{by_whom}")

@@ -165,9 +165,9 @@ class FairQueue:
             heapq.heapify(budget.waiting)
             self.waiting -= 1
         else:
-            for one in (self._total, budget):
-                one.permits -= 1
-                one.used = tuple(map(sub, one.used, permit.amount))
+            for counted_in in (self._total, budget):
+                counted_in.permits -= 1
+                counted_in.used = tuple(map(sub, counted_in.used, permit.amount))
         permit.state = PermitState.ENDED
         if not budget.waiting and not budget.permits:
             del self._peers[permit.peer]
@@ -202,9 +202,9 @@ class FairQueue:
 
     def _begin(self, permit: Permit) -> None:
         budget = self._peers[permit.peer]
-        for one in (self._total, budget):
-            one.permits += 1
-            one.used = tuple(map(add, one.used, permit.amount))
+        for counted_in in (self._total, budget):
+            counted_in.permits += 1
+            counted_in.used = tuple(map(add, counted_in.used, permit.amount))
         permit.state, permit.delivered_before = PermitState.UNDER_WAY, budget.delivered
 
 

@@ -239,9 +239,9 @@ class Connections:
 
     def find_shared(self, route: ListenerRoute) -> KeptConnection | None:
         """Return a shared connection to the listener of `route` with room for another question, or None."""
-        for found in self._shared.get(route, ()):
-            if len(found.waiting) < QUESTIONS_MAX:
-                return found
+        for connection in self._shared.get(route, ()):
+            if len(connection.waiting) < QUESTIONS_MAX:
+                return connection
         return None
 
     def open(self, route: ListenerRoute) -> KeptConnection:

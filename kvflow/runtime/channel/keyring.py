@@ -178,8 +178,8 @@ def _read_key(file: Path, what: str) -> bytes:
         raise ConfigError(f"{what}: {error}") from error
     lines = [line.strip() for line in content.splitlines() if line.strip() and not line.startswith(b"# ")]
     if len(content) > _FILE_BYTES_MAX or len(lines) != 1 or len(lines[0]) != _KEY_CHARS:
-        found = counted(len(content), "byte")
-        raise ConfigError(f"{what}: {file}: expected one key of {_KEY_CHARS} characters, {found} found")
+        length = counted(len(content), "byte")
+        raise ConfigError(f"{what}: {file}: expected one key of {_KEY_CHARS} characters, {length} found")
     try:
         return z85.decode(lines[0])
     except (KeyError, struct.error):

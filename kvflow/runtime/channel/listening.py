@@ -411,7 +411,7 @@ def _reply_instead(reply: messages.Reply, why: str) -> messages.Reply:
     If `reply` has an offer, the small reply is a `LeaseAnswer` with the state FAILED, otherwise a `Refusal`.
     """
     if isinstance(reply, messages.LeaseAnswer) and reply.offer is not None:
-        given = counted(sum(map(len, reply.offer.block_ids)), "block id")
-        reason = f"the answer is too large: {given}: {why} (limits.block_ids_max)"
+        block_ids = counted(sum(map(len, reply.offer.block_ids)), "block id")
+        reason = f"the answer is too large: {block_ids}: {why} (limits.block_ids_max)"
         return messages.LeaseAnswer(state=messages.LeaseAnswerState.FAILED, reason=reason)
     return refusal(why)

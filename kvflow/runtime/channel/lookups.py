@@ -51,15 +51,17 @@ class Lookups:
     async def _look_up_host(self, host: str) -> str:
         slots = self._known_slots if host in self._known_hosts else self._new_slots
         await slots.acquire()
-        found: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        thread = threading.Thread(target=_look_up, args=(host, slots, found), name=f"kvflow-lookup {host}", daemon=True)
+        result: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        thread = threading.Thread(
+            target=_look_up, args=(host, slots, result), name=f"kvflow-lookup {host}", daemon=True
+        )
         try:
             with threads.starting(thread.name):
                 thread.start()
         except ConfigError:
             slots.release()
             raise
-        numbers = await found
+        numbers = await result
         self._known_hosts[host] = None
         return numbers
 
@@ -84,8 +86,8 @@ def _has_route(entry: tuple[Any, ...]) -> bool:
     return True
 
 
-def _look_up(host: str, slots: asyncio.Semaphore, found: asyncio.Future[str]) -> None:
-    """Look up `host`, then set the address or the error on `found` and release `slots`, both on the event loop.
+def _look_up(host: str, slots: asyncio.Semaphore, result: asyncio.Future[str]) -> None:
+    """Look up `host`, then set the address or the error on `result` and release `slots`, both on the event loop.
 
     Thread `kvflow-lookup <host>`: `SideChannel.ask` and `listen` begin this thread for a host that is given by name.
     The thread ends when the resolver answers. If the lookup fails, `ask` raises PeerUnreachable.
@@ -98,16 +100,16 @@ def _look_up(host: str, slots: asyncio.Semaphore, found: asyncio.Future[str]) ->
 
     def end() -> None:
         slots.release()
-        if not found.done():
+        if not result.done():
             if isinstance(outcome, Exception):
-                found.set_exception(outcome)
+                result.set_exception(outcome)
             else:
-                found.set_result(outcome)
+                result.set_result(outcome)
 
     try:
-        found.get_loop().call_soon_threadsafe(end)
+        result.get_loop().call_soon_threadsafe(end)
     except RuntimeError:  # the loop is closed, so no caller waits
-        if not found.get_loop().is_closed():
+        if not result.get_loop().is_closed():
             raise
 
 
@@ -162,13 +164,13 @@ async def _target_addresses(config: Config, toward: str, families: Sequence[sock
     try:
         async with asyncio.timeout(config.handshake_timeout_s):
             with threads.starting(f"advertise_host: {config.advertise_host!r}"):
-                found = await loop.getaddrinfo(toward, 9, type=socket.SOCK_DGRAM)
+                addresses = await loop.getaddrinfo(toward, 9, type=socket.SOCK_DGRAM)
     except (OSError, TimeoutError) as error:
         why = error if isinstance(error, OSError) and str(error) else f"no answer in {config.handshake_timeout_s} s"
         raise ConfigError(
             f"advertise_host: {config.advertise_host!r}: {toward!r} cannot be looked up: {why}"
         ) from error
-    return [(family, address) for wanted in families for family, *_, address in found if family is wanted]
+    return [(family, address) for wanted in families for family, *_, address in addresses if family is wanted]
 
 
 def _local_address_toward(family: socket.AddressFamily, address: tuple[Any, ...]) -> str:

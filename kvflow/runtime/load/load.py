@@ -36,8 +36,8 @@ def priority_of_unchecked(request: LoadRequest) -> int:
     """Return the priority of a request that is not checked yet, or the default priority if it is invalid."""
     if type(request) is LoadRequest and type(request.priority) is int:
         return request.priority
-    found = checks.try_call(lambda: checks.whole(request.priority, "priority"))
-    return _DEFAULT_PRIORITY if found is None else found
+    priority = checks.try_call(lambda: checks.whole(request.priority, "priority"))
+    return _DEFAULT_PRIORITY if priority is None else priority
 
 
 class LeaseNews(Protocol):

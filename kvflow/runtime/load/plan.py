@@ -59,20 +59,20 @@ def plan_load(
     for source in sources:
         wanted = False
         for block_map in source.connection.block_maps:
-            found = matched.get(block_map.match_key)
-            if found is None:
-                found = matched[block_map.match_key] = _match_blocks(what, ticket, tables, groups, block_map, source)
+            chunks = matched.get(block_map.match_key)
+            if chunks is None:
+                chunks = matched[block_map.match_key] = _match_blocks(what, ticket, tables, groups, block_map, source)
                 tokens = filled.get(block_map.group_pair, 0)
-                for some in found:
+                for some in chunks:
                     tokens += len(some.local_ids) * some.tokens
                 filled[block_map.group_pair] = tokens
-            wanted = wanted or len(found) > 0
+            wanted = wanted or len(chunks) > 0
         if wanted:
             source.tables = remote_tables(ticket, source)
             for block_map in source.connection.block_maps:
-                if found := matched[block_map.match_key]:
+                if chunks := matched[block_map.match_key]:
                     table = source.tables[block_map.remote_group]
-                    source.chunks[block_map] = [some.locate(table) for some in found]
+                    source.chunks[block_map] = [some.locate(table) for some in chunks]
             read_from.append(source)
     return Plan(read_from, matched, max(filled.values(), default=0))
 
@@ -83,17 +83,17 @@ def remote_tables(ticket: Ticket, source: Source) -> list[BlockIds]:
     RequestError if an id is invalid.
     """
     what = f"request {ticket.request_id!r}: remote_block_ids of {ticket.engine_id!r}"
-    given = ticket.block_tables if source.lease.block_ids is None else source.lease.block_tables
+    offered = ticket.block_tables if source.lease.block_ids is None else source.lease.block_tables
     tables = []
-    for ids, num_blocks in zip(given, source.connection.num_blocks, strict=True):
+    for ids, num_blocks in zip(offered, source.connection.num_blocks, strict=True):
         tables.append(check_block_ids(ids, num_blocks=num_blocks, what=what))
     if ticket.extends:
-        for at, total in enumerate(ticket.block_counts):
-            if total > source.connection.num_blocks[at]:
+        for group, total in enumerate(ticket.block_counts):
+            if total > source.connection.num_blocks[group]:
                 raise RequestError(
-                    f"{what}: {counted(total, 'block')} in the end, but there are {source.connection.num_blocks[at]}"
+                    f"{what}: {counted(total, 'block')} in the end, but there are {source.connection.num_blocks[group]}"
                 )
-            tables[at] = np.concatenate((tables[at], np.full(total - len(tables[at]), -1, dtype=np.int64)))
+            tables[group] = np.concatenate((tables[group], np.full(total - len(tables[group]), -1, dtype=np.int64)))
     return tables
 
 
@@ -109,17 +109,17 @@ def _match_blocks(
 
     `block_map.group_pair` has the indexes of both groups. RequestError if the blocks do not match.
     """
-    ours, theirs = block_map.group_pair
-    whole = source.connection.whole[theirs]
+    local_group, remote_group = block_map.group_pair
+    whole = source.connection.whole[remote_group]
     tokens = ticket.offered_tokens if ticket.groups else ticket.num_tokens
-    given = ticket.block_tables if source.lease.block_ids is None else source.lease.block_tables
+    offered = ticket.block_tables if source.lease.block_ids is None else source.lease.block_tables
     return match_chunks(
-        tables[ours],
-        ticket.block_counts[theirs] if ticket.extends else len(given[theirs]),
+        tables[local_group],
+        ticket.block_counts[remote_group] if ticket.extends else len(offered[remote_group]),
         local_block_size=block_map.local.block.tokens,
         remote_block_size=block_map.remote.block.tokens,
         num_tokens=tokens,
-        needed_from=0 if whole else groups[ours].first_needed(tokens),
+        needed_from=0 if whole else groups[local_group].first_needed(tokens),
         whole=whole,
         local_shard=block_map.local_shard,
         remote_shard=block_map.remote_shard,

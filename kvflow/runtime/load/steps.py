@@ -147,10 +147,10 @@ class LoadSteps:
             or count * pairs.pieces > limits.slice_descriptors_max
         ):
             return None
-        given = ticket.block_ids if lease.block_ids is None else lease.block_ids
+        offered = ticket.block_ids if lease.block_ids is None else lease.block_ids
         what = f"request {ticket.request_id!r}: remote_block_ids of {ticket.engine_id!r}"
-        check_block_ids(given, num_blocks=connection.num_blocks[0], what=what)
-        blocks = match_few(load.tables[0], given, pairs.tokens, load.request.cached_tokens, ticket.num_tokens)
+        check_block_ids(offered, num_blocks=connection.num_blocks[0], what=what)
+        blocks = match_few(load.tables[0], offered, pairs.tokens, load.request.cached_tokens, ticket.num_tokens)
         return None if blocks is None else Plan((source,), {}, count * pairs.tokens, blocks)
 
     async def _wait_for_admission(self, load: Load) -> None:
@@ -201,7 +201,11 @@ class LoadSteps:
         for source in sources:
             grows, payload = grows or source.proof.grows, payload or source.lease.payload
         if payload or ticket.extends:
-            asked = [one for one in sources if one.lease.payload or (one.lease.pending and one in plan.sources)]
+            asked = [
+                source
+                for source in sources
+                if source.lease.payload or (source.lease.pending and source in plan.sources)
+            ]
             self._growing(load).ask_about_leases(load, asked, plan.matched)
         load.enter_phase("wire")
         read: ReadBlocks | None = None
@@ -254,7 +258,7 @@ class LoadSteps:
     def _reads_directly(self, connection: Connection) -> bool:
         """Return whether all reads over `connection` go straight into the cache. Computed once per connection."""
         if connection.reads_directly is None:
-            pieces = any(may_use_scratch(self._memory, one) for one in connection.block_maps)
+            pieces = any(may_use_scratch(self._memory, block_map) for block_map in connection.block_maps)
             connection.reads_directly = not pieces and not self._memory.staging
             plain = self._local.groups[0].whole and connection.ticket_groups == () and not self._config.verify_share
             if connection.reads_directly and plain and len(connection.block_maps) == 1:

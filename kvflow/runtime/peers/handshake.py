@@ -179,17 +179,17 @@ class Agents:
         change.set_result(None)
 
 
-def _refusal_error(peer: Address, refusal: messages.Refusal, ours: LocalRank) -> PeerError:
+def _refusal_error(peer: Address, refusal: messages.Refusal, local: LocalRank) -> PeerError:
     """Return the error to raise for `refusal`, the answer of `peer`; its class depends on the refusal's fields."""
     if refusal.compatibility is not None:
-        differences = ours.compatibility.differences(refusal.compatibility) or [peer_text(refusal.reason)]
+        differences = local.compatibility.differences(refusal.compatibility) or [peer_text(refusal.reason)]
         if refusal.cache_shares:
             # Before they are compared: a tp_size of 0 in a refusal has broken the runtime (I8).
             try:
                 check_cache_shares(refusal.cache_shares)
             except codec.WireError as error:
                 return peer.failure(ProtocolError, str(error))
-            differences += topology.differences(ours.cache_shares, refusal.cache_shares)
+            differences += topology.differences(local.cache_shares, refusal.cache_shares)
         return _incompatible_error(peer, list(dict.fromkeys(differences)))
     if refusal.version != codec.PROTOCOL_VERSION:
         versions = f"kvflow protocol version: ours {codec.PROTOCOL_VERSION}, theirs {refusal.version}"
@@ -205,10 +205,10 @@ def _incompatible_error(peer: Address, differences: list[str]) -> PeerIncompatib
     return peer.failure(PeerIncompatible, f"it is not compatible: {shown}")
 
 
-def check_metadata(peer: Address, metadata: messages.Metadata, ours: LocalRank) -> tuple[Regions, ...]:
+def check_metadata(peer: Address, metadata: messages.Metadata, local: LocalRank) -> tuple[Regions, ...]:
     """Check the metadata that `peer` has sent, and return the decoded regions, one `Regions` for each set of layers.
 
-    A set of layers has one shape of blocks. `ours` describes this rank. PeerRefused if another engine answered,
+    A set of layers has one shape of blocks. `local` describes this rank. PeerRefused if another engine answered,
     PeerIncompatible if this rank cannot read the peer's blocks, ProtocolError if the metadata is malformed.
     """
     if metadata.engine_id != peer.engine_id:
@@ -225,39 +225,40 @@ def check_metadata(peer: Address, metadata: messages.Metadata, ours: LocalRank) 
         check_sets(metadata.cache_shares, regions, metadata.groups)
     except codec.WireError as error:
         raise peer.failure(ProtocolError, str(error)) from error
-    found = incompatibilities(peer.rank, metadata, regions, ours)
-    if found:
-        raise _incompatible_error(peer, found)
+    problems = incompatibilities(peer.rank, metadata, regions, local)
+    if problems:
+        raise _incompatible_error(peer, problems)
     return regions
 
 
 def incompatibilities(
-    rank: Rank, metadata: messages.Metadata, regions: Sequence[Regions], ours: LocalRank
+    rank: Rank, metadata: messages.Metadata, regions: Sequence[Regions], local: LocalRank
 ) -> list[str]:
     """Return one text for each reason why this rank cannot read blocks of the peer `rank` into its cache.
 
-    `metadata` and its decoded `regions` describe the peer, `ours` describes this rank.
+    `metadata` and its decoded `regions` describe the peer, `local` describes this rank.
     """
     first = metadata.cache_shares[0]
-    found = topology.differences(ours.cache_shares, metadata.cache_shares)
-    found += _difference("rank (pp, tp)", rank[1:], (first.pp_rank, first.tp_rank))
-    for at, where, share, _ in topology.common_shares(ours.cache_shares, metadata.cache_shares):
-        mine, theirs = ours.regions[at], regions[where]
-        found += _difference("bytes of a head", _head_bytes(mine), _head_bytes(theirs))
+    problems = topology.differences(local.cache_shares, metadata.cache_shares)
+    problems += _difference("rank (pp, tp)", rank[1:], (first.pp_rank, first.tp_rank))
+    for index, remote_index, share, _ in topology.common_shares(local.cache_shares, metadata.cache_shares):
+        local_regions, remote_regions = local.regions[index], regions[remote_index]
+        problems += _difference("bytes of a head", _head_bytes(local_regions), _head_bytes(remote_regions))
         if share.part:
-            found += _difference(f"rows of {share.part}", len(mine.planes), len(theirs.planes))
+            problems += _difference(f"rows of {share.part}", len(local_regions.planes), len(remote_regions.planes))
         elif not share.plain:
-            found += _difference(
-                "opaque blocks (kv_format)", *(_opaque_block_text(side, share.kv_format) for side in (mine, theirs))
+            problems += _difference(
+                "opaque blocks (kv_format)",
+                *(_opaque_block_text(side, share.kv_format) for side in (local_regions, remote_regions)),
             )
     reachable = {kind for kind, reached in DEVICES.items() if reached} | {*BY_SOME_BUILDS}
     if regions[0].device.kind not in reachable:
-        found.append(f"device: ours {sorted(reachable)}, theirs {regions[0].device.kind}")
-    return list(dict.fromkeys(found))
+        problems.append(f"device: ours {sorted(reachable)}, theirs {regions[0].device.kind}")
+    return list(dict.fromkeys(problems))
 
 
-def _difference(name: str, ours: object, theirs: object) -> list[str]:
-    return [] if ours == theirs else [f"{name}: ours {ours}, theirs {theirs}"]
+def _difference(name: str, local: object, remote: object) -> list[str]:
+    return [] if local == remote else [f"{name}: ours {local}, theirs {remote}"]
 
 
 def _opaque_block_text(regions: Regions, kv_format: str) -> str:

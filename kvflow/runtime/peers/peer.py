@@ -75,8 +75,8 @@ class Connection:
         self.parallelism = parallelism_of(metadata.cache_shares)
         self.groups = metadata.groups
         self.ticket_groups = ticket_groups(metadata.groups)
-        of_group = {share.group: one.num_blocks for share, one in zip(metadata.cache_shares, regions, strict=True)}
-        self.num_blocks = tuple(of_group[at] for at in range(len(self.groups)))
+        counts = {share.group: held.num_blocks for share, held in zip(metadata.cache_shares, regions, strict=True)}
+        self.num_blocks = tuple(counts[group] for group in range(len(self.groups)))
         """Number of blocks in the peer's cache, by group of layers."""
         self.whole = tuple(group.whole for group in self.groups)
         """By group: True if the group's blocks hold a prompt from the first token on (no sliding window, no recurrent
@@ -287,29 +287,31 @@ def blocks_by_group(groups: Sequence[GroupFacts], tables: Sequence[Sized]) -> di
     return {group.name: len(ids) for group, ids in zip(groups, tables, strict=True)}
 
 
-def _block_maps(metadata: messages.Metadata, ours: LocalRank, regions: Sequence[Regions]) -> Iterator[BlockMap]:
+def _block_maps(metadata: messages.Metadata, local: LocalRank, regions: Sequence[Regions]) -> Iterator[BlockMap]:
     """Yield one block map for each pair of a local and a remote set of layers that have layers and heads in common.
 
-    `ours` describes this rank, the other arguments the remote rank.
+    `local` describes this rank, the other arguments the remote rank.
     """
-    for at, where, mine, theirs in topology.common_shares(ours.cache_shares, metadata.cache_shares):
-        source = topology.source_at(mine, theirs)
+    for index, remote_index, local_share, remote_share in topology.common_shares(
+        local.cache_shares, metadata.cache_shares
+    ):
+        source = topology.source_at(local_share, remote_share)
         if source is not None and source.heads:
-            found = BlockMap(
-                ours.regions[at],
-                regions[where],
+            block_map = BlockMap(
+                local.regions[index],
+                regions[remote_index],
                 heads=source,
-                local_layers=mine.layers,
-                remote_layers=theirs.layers,
-                opaque=not mine.plain,
-                local_set=at,
-                local_group=mine.group,
-                remote_group=theirs.group,
-                local_shard=mine.shard,
-                remote_shard=theirs.shard,
+                local_layers=local_share.layers,
+                remote_layers=remote_share.layers,
+                opaque=not local_share.plain,
+                local_set=index,
+                local_group=local_share.group,
+                remote_group=remote_share.group,
+                local_shard=local_share.shard,
+                remote_shard=remote_share.shard,
             )
-            if found.layer_pairs:
-                yield found
+            if block_map.layer_pairs:
+                yield block_map
 
 
 def ticket_groups(groups: tuple[GroupFacts, ...]) -> tuple[GroupFacts, ...]:
@@ -325,15 +327,15 @@ def peer_text(text: str, chars_max: int = PEER_TEXT_CHARS_MAX) -> str:
 def check_parallelism(ticket: Ticket, peer: Peer, connection: Connection) -> None:
     """Raise PeerIncompatible if `connection` has another parallelism or other groups than the ticket says."""
     if ticket.groups != connection.ticket_groups:
-        told, has = ([f"{one.name} ({one.kind})" for one in groups] for groups in (ticket.groups, connection.groups))
+        told, has = (
+            [f"{group.name} ({group.kind})" for group in groups] for groups in (ticket.groups, connection.groups)
+        )
         raise peer.at.failure(
             PeerIncompatible, f"groups: the ticket says {short_repr(told)}, the rank {short_repr(has)}"
         )
-    said, true = ticket.parallelism, connection.parallelism
-    if said != true:
-        fields = zip(Parallelism._fields, said, true, strict=True)
-        name, mine, theirs = next(field for field in fields if field[1] != field[2])
-        raise peer.at.failure(PeerIncompatible, f"{name}: the ticket says {mine}, the rank {theirs}")
+    for name, claimed, actual in zip(Parallelism._fields, ticket.parallelism, connection.parallelism, strict=True):
+        if claimed != actual:
+            raise peer.at.failure(PeerIncompatible, f"{name}: the ticket says {claimed}, the rank {actual}")
 
 
 def peer_to_evict(peers: Collection[Peer], *, asked_before_s: float, used_before_s: float) -> Peer | None:
@@ -347,14 +349,14 @@ def peer_to_evict(peers: Collection[Peer], *, asked_before_s: float, used_before
        used later stays, because a load may be about to hold its connection.
     """
     never_met = [peer for peer in peers if not peer.was_connected]
-    asked = ((one, one.handshake) for one in never_met if one.handshake)
-    silent = (one for one, handshake in asked if not handshake.waiters or handshake.started_s < asked_before_s)
-    found = next((one for one in never_met if one.handshake is None), None) or next(silent, None)
-    if found is not None:
-        return found
+    asked = ((peer, peer.handshake) for peer in never_met if peer.handshake)
+    silent = (peer for peer, handshake in asked if not handshake.waiters or handshake.started_s < asked_before_s)
+    unmet = next((peer for peer in never_met if peer.handshake is None), None) or next(silent, None)
+    if unmet is not None:
+        return unmet
     unused = [
-        one
-        for one in peers
-        if one.was_connected and not one.busy and (one.connection is None or one.last_used_s <= used_before_s)
+        peer
+        for peer in peers
+        if peer.was_connected and not peer.busy and (peer.connection is None or peer.last_used_s <= used_before_s)
     ]
-    return min(unused, key=lambda one: (one.connection is not None, one.last_used_s), default=None)
+    return min(unused, key=lambda peer: (peer.connection is not None, peer.last_used_s), default=None)

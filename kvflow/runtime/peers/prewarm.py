@@ -28,8 +28,8 @@ async def prewarm(
     # Decode engines that start together have the same list. Each begins at another position, to spread handshakes.
     start = resolver.list_offset % len(listed) if len(listed) > _AT_ONCE_MAX else 0
     in_turn = (*listed[start:], *listed[:start])
-    found = await for_each(in_turn, partial(_prewarm_one, resolver, peers), _AT_ONCE_MAX)
-    return (*found[len(listed) - start :], *found[: len(listed) - start])
+    outcomes = await for_each(in_turn, partial(_prewarm_one, resolver, peers), _AT_ONCE_MAX)
+    return (*outcomes[len(listed) - start :], *outcomes[: len(listed) - start])
 
 
 async def _prewarm_one(

@@ -252,8 +252,8 @@ class Peers:
     def in_back_off(self, ticket: Ticket) -> bool:
         """Return True if a rank that the ticket names is in back-off, so that a load with the ticket would fail."""
         now_s = self._clock.now_s()
-        places = (((ticket.dp_rank, one.pp_rank, one.tp_rank), one.address) for one in ticket.ranks)
-        peers = (self.by_address.get((ticket.engine_id, Rank(*rank), address)) for rank, address in places)
+        places = (((ticket.dp_rank, rank.pp_rank, rank.tp_rank), rank.address) for rank in ticket.ranks)
+        peers = (self.by_address.get((ticket.engine_id, Rank(*place), address)) for place, address in places)
         return any(peer.circuit.wait_s(now_s) > 0 for peer in peers if peer is not None)
 
     def has_delivered(self, engine_id: str) -> bool:
@@ -287,7 +287,7 @@ class Peers:
 
         def chosen() -> list[Peer]:
             peers = self.by_address.values()
-            return [one for one in peers if one.engine_id == engine_id and address in (None, one.address)]
+            return [peer for peer in peers if peer.engine_id == engine_id and address in (None, peer.address)]
 
         handshakes = [peer.handshake.future for peer in chosen() if peer.handshake is not None]
         if handshakes:
@@ -442,10 +442,10 @@ class Peers:
 
         An engine that has moved to another address without a goodbye looks the same for a while.
         """
-        found = [(one.at, one.connection.incarnation) for one in self.by_address.values() if one.connection]
-        places = [at.address for at, other in [*found, self._own] if at[:2] == peer.at[:2] and other != incarnation]
-        if places and (known := (peer.engine_id, "several engines")) not in self._logged:
-            self._logged[known] = None
+        connected = [(known.at, known.connection.incarnation) for known in self.by_address.values() if known.connection]
+        places = [at.address for at, other in [*connected, self._own] if at[:2] == peer.at[:2] and other != incarnation]
+        if places and (warning := (peer.engine_id, "several engines")) not in self._logged:
+            self._logged[warning] = None
             logger.warning(
                 "engine id %r (%s) is that of several engines: at %s and at %s: give each engine its own engine_id, "
                 "or counts, back-off and warnings of one are taken for those of the other",

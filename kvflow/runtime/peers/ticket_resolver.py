@@ -59,16 +59,16 @@ _PLANS_MAX = 256
 
 @lru_cache(maxsize=_PLANS_MAX)
 def _compare_layers(
-    ours: tuple[int, ...], stages: tuple[tuple[int, ...], ...], *, whole: bool
+    local: tuple[int, ...], stages: tuple[tuple[int, ...], ...], *, whole: bool
 ) -> tuple[str, Collection[int], Collection[int]]:
-    """Compare `ours`, the layers of this rank, with `stages`, the layers of each pipeline stage of a producer.
+    """Compare `local`, the layers of this rank, with `stages`, the layers of each pipeline stage of a producer.
 
     Return (text that names missing layers, or ""; draft model layers that only this rank has; draft model layers that
     only the producer has). `whole`: this rank has all layers of its engine. If not, the third result is empty.
     """
-    left_out = topology.layers_left_out(ours, [layer for layers in stages for layer in layers])
-    of_ours = left_out & {*ours}
-    return topology.missing_layers(ours, stages, whole=whole), of_ours, left_out - of_ours if whole else ()
+    left_out = topology.layers_left_out(local, [layer for layers in stages for layer in layers])
+    only_local = left_out & {*local}
+    return topology.missing_layers(local, stages, whole=whole), only_local, left_out - only_local if whole else ()
 
 
 ResultT = TypeVar("ResultT")
@@ -185,20 +185,20 @@ class TicketResolver:
         stages: dict[int, Mapping[str, tuple[int, ...]]] = {}
         for peer, connection in reached:
             stages[peer.rank.pp] = connection.layers
-        for part, ours in self._layers.items():
-            theirs = []
+        for segment, local in self._layers.items():
+            by_stage = []
             for layers in stages.values():
-                theirs.append(layers.get(part, ()))
-            problem, of_ours, of_theirs = _compare_layers(ours, tuple(theirs), whole=self._config.pp_size == 1)
+                by_stage.append(layers.get(segment, ()))
+            problem, only_local, only_remote = _compare_layers(local, tuple(by_stage), whole=self._config.pp_size == 1)
             if problem:
-                raise self._incompatible_error(ticket, [f"{part}: {problem}" if part else problem])
-            if of_ours or of_theirs:
-                self._warn_of_drafts(ticket, of_ours, of_theirs)
+                raise self._incompatible_error(ticket, [f"{segment}: {problem}" if segment else problem])
+            if only_local or only_remote:
+                self._warn_of_drafts(ticket, only_local, only_remote)
 
-    def _warn_of_drafts(self, ticket: Ticket, ours: Collection[int], theirs: Collection[int]) -> None:
+    def _warn_of_drafts(self, ticket: Ticket, only_local: Collection[int], only_remote: Collection[int]) -> None:
         """Log, once for each engine and address, that some layers of a draft model are on one side only.
 
-        `ours`: layers that only this rank has. `theirs`: layers that only the producer has.
+        `only_local`: layers that only this rank has. `only_remote`: layers that only the producer has.
         """
         known = (ticket.engine_id, ticket.address)
         if known in self._warned_of_drafts:
@@ -207,7 +207,7 @@ class TicketResolver:
         logger.warning(
             "engine %r at %s: some layers of a draft model are on one side only (ours %d, theirs %d); loads leave them"
             " out. Outputs stay correct, but fewer draft tokens are accepted after these loads",
-            *(*known, len(ours), len(theirs)),
+            *(*known, len(only_local), len(only_remote)),
         )
 
     async def ask_about_lease(self, ticket: Ticket, peer: Peer) -> messages.LeaseAnswer:
@@ -241,8 +241,10 @@ class TicketResolver:
         answer = await self.ask_about_lease(ticket, peer)
         who = f"{ticket.engine_id!r} ({peer.rank}) at {peer.address}"
         if answer.state is LeaseAnswerState.FAILED:
-            what = f"request {ticket.request_id!r}: {who} will not compute the prompt: {peer_text(answer.reason)}"
-            raise PrefillFailed(what, request_id=ticket.request_id, peer=peer.address)
+            why = f"{who} will not compute the prompt: {peer_text(answer.reason)}"
+            raise PrefillFailed(
+                f"request {ticket.request_id!r}: {why}", request_id=ticket.request_id, peer=peer.address
+            )
         if answer.state is LeaseAnswerState.WAITING:
             within = f"none within {self._config.limits.lease_wait_s} s (limits.lease_wait_s)"
             raise expired_error(ticket, peer, f"{who} has no lease for it: {within}")
@@ -361,11 +363,11 @@ class TicketResolver:
 
     def _plan(self, parallelism: Parallelism, dp_rank: int) -> RankPlan:
         """Return which ranks to connect in DP group `dp_rank` of an engine with `parallelism`. Plans are cached."""
-        found = self._plans.get((parallelism, dp_rank))
-        if found is None:
-            found = plan_ranks(self._local.cache_shares, parallelism, dp_rank, self._config.limits.load_ranks_max)
-            self._plans[parallelism, dp_rank] = found
-        return found
+        plan = self._plans.get((parallelism, dp_rank))
+        if plan is None:
+            plan = plan_ranks(self._local.cache_shares, parallelism, dp_rank, self._config.limits.load_ranks_max)
+            self._plans[parallelism, dp_rank] = plan
+        return plan
 
     async def connect_rank(self, ticket: Ticket, at: Address) -> tuple[Peer, Connection]:
         """Return the peer at `at` and its connection, after a handshake if there is none."""
@@ -406,10 +408,10 @@ def lease_from_answer(at: Address, lease: RankLease) -> RankLease:
     ProtocolError if the lease is malformed.
     """
     if not lease.lease_id or not is_name(lease.incarnation, INCARNATION_CHARS_MAX):
-        what = (
+        details = (
             f"lease_id of {counted(len(lease.lease_id), 'character')}, incarnation {peer_text(lease.incarnation, 80)!r}"
         )
-        raise at.failure(ProtocolError, f"the lease in its answer is impossible: {what}")
+        raise at.failure(ProtocolError, f"the lease in its answer is impossible: {details}")
     host, port = split_address(at.address, what="peer")
     place = {"pp_rank": at.rank.pp, "tp_rank": at.rank.tp, "host": host, "port": port}
     return msgspec.structs.replace(lease, **place)
@@ -421,10 +423,9 @@ def wrong_lease_error(at: Address, error: RequestError) -> PeerError:
 
 
 def expired_error(ticket: Ticket, peer: Peer, why: str) -> LeaseExpired:
-    what = f"request {ticket.request_id!r}"
-    return LeaseExpired(f"{what}: {why}", request_id=ticket.request_id, peer=peer.address)
+    return LeaseExpired(f"request {ticket.request_id!r}: {why}", request_id=ticket.request_id, peer=peer.address)
 
 
 def first_to_ask(ticket: Ticket, ranks: Sequence[Address]) -> Address:
     """Return the rank to connect first: the first of `ranks` that the ticket names, or `ranks[0]` if it names none."""
-    return next((one for one in ranks if ticket.find(one.rank) is not None), ranks[0])
+    return next((address for address in ranks if ticket.find(address.rank) is not None), ranks[0])

@@ -39,13 +39,13 @@ class AcceleratorDevice(CacheDevice):
         self._indexed: dict[torch.dtype, bool] = {}
         self._index_type: torch.dtype | None = None
         if not self.as_bytes:
-            self._index_type = next((one for one in _INDEX_TYPES if self._can_index(torch.uint8, one)), None)
+            self._index_type = next((kind for kind in _INDEX_TYPES if self._can_index(torch.uint8, kind)), None)
 
     def _open(self) -> tuple[torch.Stream, torch.Event]:
         """Make the device current on this thread. Return a new stream and event for copies."""
-        found = torch.accelerator.current_accelerator()
-        if found is None or found.type != self.where.kind:
-            raise RuntimeError(f"torch's accelerator is {found}")
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is None or accelerator.type != self.where.kind:
+            raise RuntimeError(f"torch's accelerator is {accelerator}")
         torch.accelerator.set_device_index(self.where.number)
         return torch.Stream(self.name), torch.Event(self.name)
 
@@ -67,9 +67,9 @@ class AcceleratorDevice(CacheDevice):
                 self._done.synchronize()
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
-        found = super().allocate(size_bytes)
+        memory = super().allocate(size_bytes)
         torch.accelerator.synchronize(self.name)  # torch may reuse memory that queued work of the engine still uses
-        return found
+        return memory
 
     def host_memory(self, size_bytes: int) -> torch.Tensor:
         try:
@@ -87,11 +87,11 @@ class AcceleratorDevice(CacheDevice):
 
         The result is bytes if all `views` are bytes, or if the device has no gather and scatter kernels for that dtype.
         """
-        found = super().view_elements(*views)
-        dtype = found[0].dtype
+        elements = super().view_elements(*views)
+        dtype = elements[0].dtype
         if dtype not in self._indexed:
             self._indexed[dtype] = self._index_type is not None and self._can_index(dtype, self._index_type)
-        return found if self._indexed[dtype] else tuple(view.view(torch.uint8) for view in found)
+        return elements if self._indexed[dtype] else tuple(view.view(torch.uint8) for view in elements)
 
     def _can_index(self, dtype: torch.dtype, index_type: torch.dtype) -> bool:
         """Try whether the device can gather and scatter rows of `dtype` by indices of type `index_type`."""

@@ -72,8 +72,8 @@ class CacheDevice:
         import torch
 
         accelerator = getattr(torch, "accelerator", None)  # torch 2.6
-        found = None if self.on_host or accelerator is None else accelerator.current_accelerator()
-        if found is not None and found.type == self.where.kind:
+        current = None if self.on_host or accelerator is None else accelerator.current_accelerator()
+        if current is not None and current.type == self.where.kind:
             torch.accelerator.current_stream(self.name).synchronize()
 
     def allocate(self, size_bytes: int) -> torch.Tensor:

@@ -103,13 +103,13 @@ class CudaDriver:
         """
         device = ctypes.c_int()
         self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(number))
-        found: dict[str, int | None] = {}
+        values: dict[str, int | None] = {}
         for name, attribute in DEVICE_ATTRIBUTES.items():
             try:
-                found[name] = self._attribute(attribute, device.value)
+                values[name] = self._attribute(attribute, device.value)
             except DriverError:
-                found[name] = None
-        return found
+                values[name] = None
+        return values
 
     def allocate(self, size_bytes: int) -> int:
         """Allocate `size_bytes` of device memory from the driver, not from torch, and return the address."""

@@ -59,18 +59,18 @@ class CudaDevice(AcceleratorDevice):
     def allocate(self, size_bytes: int) -> torch.Tensor:
         memory = OnCuda(address := self._driver.allocate(size_bytes), size_bytes)
         weakref.finalize(memory, _free, self._driver, self.where.number, address).atexit = False
-        found = torch.as_tensor(memory, device=self.name)
+        tensor = torch.as_tensor(memory, device=self.name)
         torch.cuda.synchronize(self.where.number)
-        return found
+        return tensor
 
     def host_memory(self, size_bytes: int) -> torch.Tensor:
         memory = mmap.mmap(-1, size_bytes)  # zeroed
-        found = torch.frombuffer(memory, dtype=torch.uint8)
-        address, runtime = found.data_ptr(), torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        address, runtime = tensor.data_ptr(), torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if error := int(runtime.cudaHostRegister(address, size_bytes, 0)):
             raise RuntimeError(f"cannot lock {counted(size_bytes, 'byte')} of host memory: CUDA error {error}")
         weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
-        return found
+        return tensor
 
     def upload(self, ids: npt.NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(ids)).pin_memory().to(self.name, non_blocking=True)

@@ -74,5 +74,5 @@ def bytes_at(pointer: int, size: int, device: str) -> torch.Tensor:
     _described.append(memory)
     capsule = ctypes.pythonapi.PyCapsule_New
     capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-    found: torch.Tensor = torch.utils.dlpack.from_dlpack(capsule(ctypes.addressof(memory), _NAME, None))
-    return found
+    tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(capsule(ctypes.addressof(memory), _NAME, None))
+    return tensor

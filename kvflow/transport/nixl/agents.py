@@ -76,8 +76,8 @@ class _QueuedRead(NamedTuple):
 
     def can_join(self, other: _QueuedRead) -> bool:
         """Return True if one NIXL request can serve both this read and `other`: same peer, same devices."""
-        ours, theirs = self.descriptors, other.descriptors
-        same_devices = ours.local_device == theirs.local_device and ours.remote_device == theirs.remote_device
+        mine, others = self.descriptors, other.descriptors
+        same_devices = mine.local_device == others.local_device and mine.remote_device == others.remote_device
         return self.peer == other.peer and same_devices
 
 
@@ -250,8 +250,8 @@ class NixlAgents:
         peer, descriptors = reads[0].peer, reads[0].descriptors
         table, size_bytes = descriptors.table, descriptors.size_bytes
         if len(reads) > 1:
-            table = np.concatenate([one.descriptors.table for one in reads], axis=1)
-            size_bytes = sum(one.descriptors.size_bytes for one in reads)
+            table = np.concatenate([read.descriptors.table for read in reads], axis=1)
+            size_bytes = sum(read.descriptors.size_bytes for read in reads)
         request, native = _Request(reads), self._reading.native
         started_s = time.monotonic()
         try:
@@ -271,8 +271,8 @@ class NixlAgents:
             self._end_request(request, translate_error(error, self._bindings))
             return
         self._release([request])
-        for one in request.reads:  # at least one of the reads is faulty
-            self._create_request([one])
+        for read in request.reads:  # at least one of the reads is faulty
+            self._create_request([read])
 
     def _post_request(self, request: _Request) -> None:
         """Post `request`, which NIXL has created. If it ends within this call, mark it as ended."""
@@ -429,8 +429,8 @@ class NixlAgents:
         """
         ended, self._ended = self._ended, []
         for request in ended:
-            for one in request.reads:
-                self._put_event(ReadEnded(one.read, request.error, request.post_s))
+            for queued in request.reads:
+                self._put_event(ReadEnded(queued.read, request.error, request.post_s))
         return ended
 
     def _release(self, requests: Sequence[_Request]) -> None:

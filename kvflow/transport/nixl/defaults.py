@@ -54,13 +54,13 @@ POLLING: Mapping[str, Polling] = {
 }
 
 
-def backend_params(backend: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the parameters of NIXL backend `backend`: `given`, with default settings added to "engine_config".
+def backend_params(backend: str, params: Mapping[str, str]) -> dict[str, str]:
+    """Return the parameters of NIXL backend `backend`: `params`, with default settings added to "engine_config".
 
-    A default setting is left out if `given` or an environment variable has it.
+    A default setting is left out if `params` or an environment variable has it.
     """
-    config = add_settings(backend, given.get("engine_config", ""), _SETTINGS.get(backend, {}))
-    return {**given, "engine_config": config} if config else dict(given)
+    config = add_settings(backend, params.get("engine_config", ""), _SETTINGS.get(backend, {}))
+    return {**params, "engine_config": config} if config else dict(params)
 
 
 def add_settings(backend: str, chosen: str, settings: Mapping[str, str]) -> str:

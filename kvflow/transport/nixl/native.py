@@ -103,13 +103,13 @@ def listening_sockets() -> dict[int, ListeningSocket]:
                 _, local, _, state, *_, inode = line.split()[:10]
                 if state == _TCP_LISTEN:
                     ports[f"socket:[{inode}]"] = int(local.rpartition(":")[2], 16)
-    found = {}
+    listening = {}
     with contextlib.suppress(OSError):
         for file in map(int, os.listdir("/proc/self/fd")):
             inode = _inode(file)
             if inode in ports:
-                found[file] = ListeningSocket(inode, ports[inode])
-    return found
+                listening[file] = ListeningSocket(inode, ports[inode])
+    return listening
 
 
 def _occupy_descriptor(file: int) -> None:
@@ -194,8 +194,8 @@ def import_bindings() -> ModuleType:
 
 def error_types(bindings: ModuleType) -> tuple[type[Exception], ...]:
     """Return NIXL's exception classes, which `translate_error` translates."""
-    found = (getattr(bindings, name) for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error"))
-    return tuple(kind for kind in found if isinstance(kind, type) and issubclass(kind, Exception))
+    errors = (getattr(bindings, name) for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error"))
+    return tuple(kind for kind in errors if isinstance(kind, type) and issubclass(kind, Exception))
 
 
 _PEER_GONE = (
@@ -208,11 +208,11 @@ def translate_error(error: Exception, bindings: ModuleType) -> TransportError:
     """Return the TransportError for `error`, an exception of NIXL: a PeerGone if the peer has disconnected."""
     reported = f"{type(error).__name__}: {error}"
     if isinstance(error, bindings.nixlRemoteDisconnectError):
-        found: TransportError = PeerGone(f"{_PEER_GONE} (NIXL: {reported})")
+        translated: TransportError = PeerGone(f"{_PEER_GONE} (NIXL: {reported})")
     else:
-        found = TransportError(f"NIXL reports an error: {reported}")
-    found.__cause__ = error
-    return found
+        translated = TransportError(f"NIXL reports an error: {reported}")
+    translated.__cause__ = error
+    return translated
 
 
 def prefault(span: Span) -> None:
@@ -227,8 +227,8 @@ def readable_kinds() -> Mapping[str, bool]:
 
     Call this after an agent has been created, because that loads UCX.
     """
-    found = {"xpu": has_module("ze")}
-    return {**found, "cuda": has_module("rocm")} if is_rocm() else found
+    kinds = {"xpu": has_module("ze")}
+    return {**kinds, "cuda": has_module("rocm")} if is_rocm() else kinds
 
 
 def has_module(name: str) -> bool:
@@ -244,7 +244,7 @@ def plugin_dir_note() -> str:
     if not chosen or os.path.realpath(chosen) in map(os.path.realpath, own):
         return ""
     return f"; NIXL_PLUGIN_DIR is set to {chosen!r}" + "".join(
-        f", this NIXL's own plugins are in {one!r}" for one in own
+        f", this NIXL's own plugins are in {folder!r}" for folder in own
     )
 
 
