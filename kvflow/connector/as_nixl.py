@@ -20,7 +20,7 @@ def acts_as_nixl(environment: Mapping[str, str] = os.environ) -> bool:
 
     ConfigError if it is anything but "1", "0", empty or unset.
     """
-    given = environment.get(AS_NIXL, "")
-    if given not in ("1", "0", ""):
-        raise ConfigError(f"{AS_NIXL}: expected 1 (on) or 0 (off), got {short_repr(given)}")
-    return given == "1"
+    value = environment.get(AS_NIXL, "")
+    if value not in ("1", "0", ""):
+        raise ConfigError(f"{AS_NIXL}: expected 1 (on) or 0 (off), got {short_repr(value)}")
+    return value == "1"

@@ -129,16 +129,16 @@ class CachedPrompts:
         """
         rows = [tuple(self._block_at(table, at) for table in tables) for at in span]
         known = (
-            all(self._key_of.get(one) == keys[at] for one in row if one != NO_BLOCK)
+            all(self._key_of.get(block) == keys[at] for block in row if block != NO_BLOCK)
             for at, row in zip(span, rows, strict=True)
         )
         new = next((nth for nth, is_known in enumerate(known) if not is_known), len(rows))
         start, rows = span.start + new, rows[new:]
         if not rows:
             return []
-        found = [(one, keys[start + nth]) for nth, row in enumerate(rows) for one in row if one != NO_BLOCK]
-        self._watch([one for one, key in found if self._key_of.get(one) != key])
-        self._key_of.update(found)
+        new_keys = [(block, keys[start + nth]) for nth, row in enumerate(rows) for block in row if block != NO_BLOCK]
+        self._watch([block for block, key in new_keys if self._key_of.get(block) != key])
+        self._key_of.update(new_keys)
         parent = keys[start - 1] if start else b""
         return [
             CachedBlocks(
@@ -153,10 +153,10 @@ class CachedPrompts:
         """
         key_of, keys = self._key_of, cached_blocks.keys
         tables = tuple(
-            tuple(one if key_of.get(one) == key else NO_BLOCK for key, one in zip(keys, table, strict=True))
+            tuple(block if key_of.get(block) == key else NO_BLOCK for key, block in zip(keys, table, strict=True))
             for table in cached_blocks.block_tables
         )
-        left = any(one != NO_BLOCK for table in tables for one in table)
+        left = any(block != NO_BLOCK for table in tables for block in table)
         return structs.replace(cached_blocks, block_tables=tables) if left else None
 
     def _block_at(self, table: Sequence[int], at: int) -> int:

@@ -72,7 +72,7 @@ class _TicketUse:
 
         That load fills the engine's prefix cache, so `reader` may have less to load.
         """
-        ahead = next(one for one in self.readers if one is reader or one.state is not ConsumerState.ABANDONED)
+        ahead = next(other for other in self.readers if other is reader or other.state is not ConsumerState.ABANDONED)
         return not self.load_tried and ahead is not reader
 
     def remove_reader(self, reader: _Consumer, *, unread: bool) -> bool:
@@ -186,18 +186,18 @@ class ConsumingRequests:
         engine uses it.
         """
         use = _TicketUse(shared=sharing is not Sharing.ALONE)
-        found = self._setdefault_use(ticket, use)
-        if found is use and sharing is Sharing.SAMPLES_ELSEWHERE:
+        recorded = self._setdefault_use(ticket, use)
+        if recorded is use and sharing is Sharing.SAMPLES_ELSEWHERE:
             raise RequestError(f"{what}: another engine uses its ticket, for another sample")
-        if found is not use and not (found.shared and found.readers):
+        if recorded is not use and not (recorded.shared and recorded.readers):
             raise RequestError(f"{what}: another request has used its ticket")
-        return found
+        return recorded
 
     def _setdefault_use(self, ticket: Ticket, use: _TicketUse) -> _TicketUse:
         """Return the recorded `_TicketUse` of `ticket`. If the ticket is new, record `use` and return it."""
         key = (ticket.engine_id, ticket.request_id)
-        found = self._uses[key] = self._uses.get(key, use)
-        return found
+        recorded = self._uses[key] = self._uses.get(key, use)
+        return recorded
 
     def refusal(self, request_id: str) -> PromptMismatch | None:
         """Return the error with which a request must fail if the ticket's prompt has, for example, other pictures.

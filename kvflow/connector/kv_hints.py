@@ -82,12 +82,12 @@ class KVHints:
 
         `hints` is the router's message, an object or a mapping. If several actions name peers, return the first peer.
         """
-        found: list[str] = []
+        sources: list[str] = []
         with self._ignoring():
             for action in self._actions_of(hints):
                 with self._ignoring():
-                    found.append(_source_of(action))
-        return found[0] if found else None
+                    sources.append(_source_of(action))
+        return sources[0] if sources else None
 
     def _actions_of(self, hints: object) -> list[_Action]:
         if not self._pulls:
@@ -124,5 +124,5 @@ def _source_of(action: _Action) -> str:
     return side_channel_address(fetch.source_control_endpoint, "source_control_endpoint")
 
 
-def _read(given: object, kind: type[Any]) -> Any:
-    return msgspec.convert(given, kind, from_attributes=True)
+def _read(value: object, kind: type[Any]) -> Any:
+    return msgspec.convert(value, kind, from_attributes=True)

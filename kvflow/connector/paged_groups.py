@@ -119,15 +119,15 @@ class PagedGroups:
         tables. UsageError, with a message that begins with `what`, if the tables do not fit the tokens or the groups.
         """
         computed, tables = tokens - external, self._tables(block_ids)
-        found = tuple(group.blocks(ids, computed, tokens) for group, ids in zip(self._groups, tables, strict=True))
-        for group, ids, blocks in zip(self._groups, tables, found, strict=True):
+        missing = tuple(group.blocks(ids, computed, tokens) for group, ids in zip(self._groups, tables, strict=True))
+        for group, ids, blocks in zip(self._groups, tables, missing, strict=True):
             size, needed = group.facts.block_size * group.split, group.span(computed, tokens)
             if computed < 0 or (group.facts.whole and computed % size) or len(blocks) != len(needed):
                 raise UsageError(
                     f"{what}: {external} of {counted(tokens, 'offered token')} do not fit into "
                     f"{counted(len(ids), 'block')} of {counted(size, 'token')}"
                 )
-        return found
+        return missing
 
     def _tables(self, block_ids: GivenTables) -> tuple[Sequence[int], ...]:
         """Return one table for each group. `block_ids` may be a single table, if there is a single group.

@@ -106,9 +106,9 @@ class PagedPrefixCache:
                 tokens, full = full * key_tokens, full - 1
                 if tokens % self._block_tokens or keys[full] not in self._entries:
                     continue
-                found, broken = self._find_tables(keys[full], tokens)
-                if found is not None:
-                    return self._pin(found, tokens)
+                tables, broken = self._find_tables(keys[full], tokens)
+                if tables is not None:
+                    return self._pin(tables, tokens)
                 full = min(full, broken // key_tokens)
             return None
 

@@ -54,8 +54,8 @@ def pending_id_in(params: Mapping[str, Any]) -> str | None:
 
     RequestError if the id is invalid.
     """
-    given = _kvflow_value(params, _PENDING_ID)
-    return None if given is None else checks.request_id(given, REQUEST_ID_CHARS_MAX)
+    request_id = _kvflow_value(params, _PENDING_ID)
+    return None if request_id is None else checks.request_id(request_id, REQUEST_ID_CHARS_MAX)
 
 
 def pending_ticket_in(params: Mapping[str, Any]) -> Ticket | None:
@@ -63,15 +63,15 @@ def pending_ticket_in(params: Mapping[str, Any]) -> Ticket | None:
 
     RequestError if the ticket is not pending, or if `pending_id_in` returns another request id than the ticket has.
     """
-    given = _kvflow_value(params, _PENDING_TICKET)
-    if given is None:
+    pending_params = _kvflow_value(params, _PENDING_TICKET)
+    if pending_params is None:
         return None
-    ticket = Ticket.from_params(checks.mapping(given, f"ticket: {_PENDING_TICKET}"))
+    ticket = Ticket.from_params(checks.mapping(pending_params, f"ticket: {_PENDING_TICKET}"))
     request_id = pending_id_in(params)
     if not ticket.awaited or ticket.request_id != request_id:
-        found = f"{'a pending' if ticket.awaited else 'another'} ticket of request {ticket.request_id!r}"
+        got = f"{'a pending' if ticket.awaited else 'another'} ticket of request {ticket.request_id!r}"
         expected = f"expected a pending ticket of request {request_id!r}"
-        raise RequestError(f"ticket: {_PENDING_TICKET}: {expected}, got {found}")
+        raise RequestError(f"ticket: {_PENDING_TICKET}: {expected}, got {got}")
     return ticket
 
 
@@ -93,7 +93,7 @@ def params_of_several(params: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     if not 0 < len(params) <= 1 + _OTHERS_MAX:
         raise RequestError(f"params_of_several: {counted(len(params), 'ticket')}, expected 1 to {1 + _OTHERS_MAX}")
-    first, *others = (dict(checks.mapping(one, "params_of_several")) for one in params)
+    first, *others = (dict(checks.mapping(of_engine, "params_of_several")) for of_engine in params)
     extra = dict(checks.mapping(first.get("kvflow"), "params_of_several: kvflow"))
     return {**first, "kvflow": {**extra, _OTHERS: others}}
 
@@ -103,12 +103,12 @@ def other_params_in(params: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
     Empty if `params` are for one engine. RequestError if their entry for further engines is not a list of dicts.
     """
-    given = _kvflow_value(params, _OTHERS)
-    if given is None:
+    others = _kvflow_value(params, _OTHERS)
+    if others is None:
         return ()
-    if not isinstance(given, list | tuple) or len(given) > _OTHERS_MAX:
-        raise RequestError(f"ticket: others: expected at most {_OTHERS_MAX} dicts, got {checks.short_repr(given)}")
-    return [checks.mapping(one, "ticket: others") for one in given]
+    if not isinstance(others, list | tuple) or len(others) > _OTHERS_MAX:
+        raise RequestError(f"ticket: others: expected at most {_OTHERS_MAX} dicts, got {checks.short_repr(others)}")
+    return [checks.mapping(of_engine, "ticket: others") for of_engine in others]
 
 
 def _kvflow_value(params: Mapping[str, Any], name: str) -> Any:

@@ -35,11 +35,11 @@ def refuse_options(refused: Iterable[RefusedOption], configs: object, *, plugin:
     `configs` is the engine's configuration; what it lacks is off. The error's message begins with `plugin`.
     """
     for option, field, off, reason in refused:
-        given = configs
+        value = configs
         for name in field.split("."):
-            given = getattr(given, name, off)
-        if given != off:
-            raise ConfigError(f"{plugin}: {option} is {given}, supported is {off}: {reason}")
+            value = getattr(value, name, off)
+        if value != off:
+            raise ConfigError(f"{plugin}: {option} is {value}, supported is {off}: {reason}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

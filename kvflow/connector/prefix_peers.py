@@ -93,8 +93,8 @@ class PrefixPeers:
 
         Empty if the question does not use events.
         """
-        found = self._map.holders(question.keys, question.key_tokens) if question.use_events else []
-        return [peer for peer, tokens in found if tokens > question.cached_tokens][:_EVENT_PEERS_MAX]
+        holders = self._map.holders(question.keys, question.key_tokens) if question.use_events else []
+        return [peer for peer, tokens in holders if tokens > question.cached_tokens][:_EVENT_PEERS_MAX]
 
     async def _seek(self, request: PrefixRequest) -> tuple[PrefixOffer, ...]:
         try:

@@ -43,10 +43,10 @@ def source_in(params: Mapping[str, Any] | None) -> str | None:
     Routers of vLLM and llm-d set the key "remote_kv_source" of `params`, the `kv_transfer_params`: `{"kv_request_id":
     ..., "remote_host": ..., "remote_port": ...}`. RequestError if host and port are invalid.
     """
-    given = None if params is None else params.get(_SOURCE)
-    if given is None:
+    named = None if params is None else params.get(_SOURCE)
+    if named is None:
         return None
-    source = checks.without_doubles(checks.mapping(given, _SOURCE))
+    source = checks.without_doubles(checks.mapping(named, _SOURCE))
     host = checks.text(source.get("remote_host"), f"{_SOURCE}: remote_host", most=HOST_CHARS_MAX)
     port = checks.whole(source.get("remote_port"), f"{_SOURCE}: remote_port", least=1, most=PORT_MAX)
     return side_channel_address(address_at(host, port), f"{_SOURCE}: remote_host, remote_port")
@@ -171,8 +171,8 @@ class PrefixQuestions:
 
     def take_questions(self) -> list[Question]:
         """Return the questions made since the last call, without those of ended requests."""
-        taken, self._next_questions = [one for one in self._next_questions if one.request_id in self._requests], []
-        return taken
+        asked, self._next_questions = self._next_questions, []
+        return [question for question in asked if question.request_id in self._requests]
 
     def note_answer(self, request_id: str, *, found: bool) -> bool:
         """Record that a request's question was answered. Return True if the request was still waiting for the answer.

@@ -107,10 +107,10 @@ class ProducingRequests:
 
         `ours` is a ticket without blocks that names this engine's ranks.
         """
-        places = ({rank.address for rank in one.ranks} for one in (pending, ours))
+        places = ({rank.address for rank in side.ranks} for side in (pending, ours))
         if (pending.engine_id, pending.dp_rank) == (ours.engine_id, ours.dp_rank) and set.intersection(*places):
             return
-        here, there = (f"{one.engine_id!r} (dp_rank {one.dp_rank}) at {one.address}" for one in (ours, pending))
+        here, there = (f"{side.engine_id!r} (dp_rank {side.dp_rank}) at {side.address}" for side in (ours, pending))
         reason = f"its prompt was sent to {here}, not to {there}"
         if (pending.engine_id, pending.address) not in self._warned_engines:
             self._warned_engines[pending.engine_id, pending.address] = None

@@ -89,7 +89,7 @@ class Results:
 
         `ConnectorScheduler.refuse` takes this value.
         """
-        errors = ((request_id, one.error) for request_id, one in self.failed.items())
+        errors = ((request_id, load.error) for request_id, load in self.failed.items())
         return tuple(
             (request_id, error)
             for request_id, error in errors
@@ -229,8 +229,8 @@ class ConnectorWorker:
         """
         if self._sharing is not None:
             now = asdict(self._sharing.statistics)
-            for what in ("found", "missed", "busy", "failed", "reclaimed"):
-                yield from [what] * (now[what] - self._counts_yielded.get(what, 0))
+            for outcome in ("found", "missed", "busy", "failed", "reclaimed"):
+                yield from [outcome] * (now[outcome] - self._counts_yielded.get(outcome, 0))
             self._counts_yielded = now
 
     def prepare(self, step: Step) -> None:

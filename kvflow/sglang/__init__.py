@@ -63,7 +63,7 @@ def _explain(error: Exception) -> None:
         "SGLang with its dependencies, on a machine with CUDA, and try "
         "`python -c 'import sglang.srt.disaggregation.utils'`"
     )
-    if any(one.split("=")[-1] in _names() for one in sys.argv[1:]):
+    if any(argument.split("=")[-1] in _names() for argument in sys.argv[1:]):
         raise SystemExit(why)
     logger.warning("%s", why)
 

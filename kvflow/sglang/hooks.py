@@ -90,7 +90,7 @@ def _after_create_receiver(result: Any, queue: Any, req: Any, *_: Any, **__: Any
 def _after_decode_add(manager_class: type[Any], result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
     """If a decode server has just refused `req`, which then has no receiver, notify the prefill server."""
     manager, reason = queue.kv_manager, _reason_of(req)
-    refused = reason and not any(one.req is req for one in queue.queue)
+    refused = reason and not any(queued.req is req for queued in queue.queue)
     if refused and _has_counterpart(req) and isinstance(manager, manager_class):
         address = NetworkAddress(req.bootstrap_host, req.bootstrap_port).to_host_port_str()
         receiver = KVFlowReceiver(manager, address, req.bootstrap_room)

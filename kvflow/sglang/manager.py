@@ -133,10 +133,10 @@ class KVFlowManager(CommonKVManager):
         model_heads = 0 if latent else _model_heads(args, server_args)
         heads = max(1, model_heads // parallel.attn_tp_size) if model_heads else 0
         states = state_buffers(args, heads=heads, dtypes=_state_dtypes(args, server_args))
-        found = [kv_buffers(args, heads=heads), *states]
+        pools = [kv_buffers(args, heads=heads), *states]
         if self.aux_moves:
-            found.append(self.aux)
-        self.pools = [_Pool(one, model_heads, producer, self.public_id) for one in found]
+            pools.append(self.aux)
+        self.pools = [_Pool(buffers, model_heads, producer, self.public_id) for buffers in pools]
         hook_prefill(KVFlowManager) if producer else hook_decode(KVFlowManager)
 
     # --- what both sides have
@@ -371,8 +371,8 @@ async def _look_up_ranks(address: str) -> list[dict[str, Any]]:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(_LOOK_UP_TIMEOUT_S)) as session:
 
             async def ask(*place: int) -> dict[str, Any]:
-                async with session.get(f"http://{address}/route", params=dict(zip(names, place, strict=True))) as found:
-                    answer: dict[str, Any] = await found.json()
+                async with session.get(f"http://{address}/route", params=dict(zip(names, place, strict=True))) as reply:
+                    answer: dict[str, Any] = await reply.json()
                     return answer
 
             info = await ask(-1, -1, -1, -1)

@@ -141,13 +141,13 @@ def state_buffers(args: Any, *, heads: int, dtypes: str = "") -> list[Buffers]:
     windows are divided by heads if SGLang's layout allows that. Layers without state, which SGLang lists with items of
     0 bytes, are left out.
     """
-    found = []
+    pools = []
     for at, kind in enumerate(args.state_types):
         held = [number for number, size in enumerate(args.state_item_lens[at]) if size]
         sizes = [args.state_item_lens[at][number] for number in held]
         cut = kind.value == "swa" and heads > 0 and args.swa_kv_cache_layout == "nhd"
         cut = cut and not any(size % (args.page_size * heads) for size in sizes)
-        found.append(
+        pools.append(
             Buffers(
                 name=f"{kind.value}.{at}",
                 pointers=[args.state_data_ptrs[at][number] for number in held],
@@ -161,7 +161,7 @@ def state_buffers(args: Any, *, heads: int, dtypes: str = "") -> list[Buffers]:
                 format=f"{args.kv_cache_dtype_str}.{kind.value}" + dtypes * (kind.value == "mamba"),
             )
         )
-    return found
+    return pools
 
 
 def transferred_items(kind: str, indices: Any, prefix_pages: int) -> list[int] | None:

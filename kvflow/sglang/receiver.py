@@ -91,15 +91,15 @@ class KVFlowReceiver(CommonKVReceiver):
         """
         pools = self.kv_mgr.pools
         for info in self.bootstrap_infos:
-            theirs = len(info.get(INTRODUCTION, ()))
-            if not theirs:
+            count = len(info.get(INTRODUCTION, ()))
+            if not count:
                 return "its transfer backend is not kvflow"
-            if theirs != len(pools):
-                return f"it has {counted(theirs, 'pool')}, this decode server has {len(pools)}: {_pool_names(pools)}"
-        ours, theirs = self.kv_mgr.attn_tp_size, self.prefill_info.attn_tp_size
+            if count != len(pools):
+                return f"it has {counted(count, 'pool')}, this decode server has {len(pools)}: {_pool_names(pools)}"
+        our_size, their_size = self.kv_mgr.attn_tp_size, self.prefill_info.attn_tp_size
         shares = [pool for pool in pools if pool.buffers.rank_private]
-        if shares and ours != theirs:
-            return f"its tensor parallelism is {theirs}, ours {ours}; {_pool_names(shares)} need the same"
+        if shares and our_size != their_size:
+            return f"its tensor parallelism is {their_size}, ours {our_size}; {_pool_names(shares)} need the same"
         return None
 
     def send_metadata(

@@ -234,9 +234,7 @@ class Rooms:
             request = next(iter(self._waiting_by_name.values()))
             if len(self._waiting_by_name) <= REQUESTS_MAX and now_s - request.since_s <= self._patience_s:
                 break
-            _remove_one(self.requests, request)
-            del self._waiting_by_name[request.name]
-            self._ended_names[request.name] = None
+            self._end_waiting(request)
             if not request.given_up:
                 gone.append(request)
         return gone
@@ -247,14 +245,17 @@ class Rooms:
 
     def _forget_leftovers(self, room: int, now_s: float) -> None:
         """Forget unpaired requests in `room` that were given up or refused more than `LEFTOVER_S` ago."""
-        for answer in [one for one in self.answers.get(room, ()) if one.refused and now_s - one.since_s > LEFTOVER_S]:
-            self._remove_refused(answer)
-        for request in [
-            one for one in self.requests.get(room, ()) if one.given_up and now_s - one.since_s > LEFTOVER_S
-        ]:
-            _remove_one(self.requests, request)
-            del self._waiting_by_name[request.name]
-            self._ended_names[request.name] = None
+        for answer in tuple(self.answers.get(room, ())):
+            if answer.refused and now_s - answer.since_s > LEFTOVER_S:
+                self._remove_refused(answer)
+        for request in tuple(self.requests.get(room, ())):
+            if request.given_up and now_s - request.since_s > LEFTOVER_S:
+                self._end_waiting(request)
+
+    def _end_waiting(self, request: RoomRequest) -> None:
+        _remove_one(self.requests, request)
+        del self._waiting_by_name[request.name]
+        self._ended_names[request.name] = None
 
     def _remove_refused(self, refused: Answer) -> None:
         _remove_one(self.answers, refused)
@@ -270,9 +271,9 @@ def _pop_first(queues: dict[int, deque[OneT]], room: int) -> OneT:
     return first
 
 
-def _remove_one(queues: dict[int, deque[OneT]], one: OneT) -> None:
-    """Remove the request `one` from the queue of its room. Remove the queue if it is then empty."""
-    queue = queues[one.room]
-    queue.remove(one)
+def _remove_one(queues: dict[int, deque[OneT]], request: OneT) -> None:
+    """Remove `request` from the queue of its room. Remove the queue if it is then empty."""
+    queue = queues[request.room]
+    queue.remove(request)
     if not queue:
-        del queues[one.room]
+        del queues[request.room]

@@ -69,6 +69,6 @@ def cache_dtype_of(name: str) -> CacheDtype:
     """Return the row for a value of vLLM's. ConfigError if kvflow refuses the value or does not know it."""
     row = CACHE_DTYPES.get(name)
     if row is None or not row.kv_format:
-        moved = ", ".join(one.name for one in CACHE_DTYPES.values() if one.kv_format)
+        moved = ", ".join(dtype.name for dtype in CACHE_DTYPES.values() if dtype.kv_format)
         raise ConfigError(f"KVFlowConnector: --kv-cache-dtype {name}: its blocks are not transferred; known: {moved}")
     return row

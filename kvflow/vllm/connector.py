@@ -55,6 +55,7 @@ from kvflow.runtime.part import Part
 from kvflow.transport.device.cache_device import record_event
 from kvflow.vllm.engine_requests import engine_request_of, picture_ids_from_content, sharing_of, spreads_samples
 from kvflow.vllm.extra_config import (
+    Extra,
     config_of,
     extra_of,
     scheduling_of,
@@ -183,35 +184,37 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             several = counted(len(self._groups), "group")
             raise ConfigError(f"KVFlowConnector: {several} of layers: vLLM before 0.30 cannot fail a load of several")
         self._stats = KVFlowStats()
-        extra = extra_of(vllm_config)
-        if role is KVConnectorRole.SCHEDULER:
-            self._scheduling = scheduling_of(vllm_config, self._groups)
-            self._picture_ids_from_content = picture_ids_from_content(vllm_config)
-            self._recomputes_failed_loads = vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
-            warn_of_side_channel(vllm_config)
-            self._spreads_samples = spreads_samples(vllm_config)
-            self._steps_alone = vllm_config.parallel_config.data_parallel_size == 1
-            dialect = OWN_DIALECT
-            if extra.stock_peers:
-                with importing_part("stock", "stock_peers", ConfigError):
-                    from kvflow.vllm import stock_settings
+        begin = self._begin_in_scheduler if role is KVConnectorRole.SCHEDULER else self._begin_in_worker
+        begin(vllm_config, kv_cache_config, extra_of(vllm_config))
 
-                config = config_of(vllm_config, tp_rank=0, pp_rank=0)
-                dialect = stock_settings.dialect_of(extra, config, self._scheduling)
-            if extra.uses_prefixes:
-                with importing_part("prefix", _PREFIX_SETTINGS, ConfigError):
-                    from kvflow.vllm.prefix import RequestPrefixes
+    def _begin_in_scheduler(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, extra: Extra) -> None:
+        self._scheduling = scheduling_of(vllm_config, self._groups)
+        self._picture_ids_from_content = picture_ids_from_content(vllm_config)
+        self._recomputes_failed_loads = vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
+        warn_of_side_channel(vllm_config)
+        self._spreads_samples = spreads_samples(vllm_config)
+        self._steps_alone = vllm_config.parallel_config.data_parallel_size == 1
+        dialect = OWN_DIALECT
+        if extra.stock_peers:
+            with importing_part("stock", "stock_peers", ConfigError):
+                from kvflow.vllm import stock_settings
 
-                self._prefixes = RequestPrefixes(extra, self._scheduling, self._groups, vllm_config, kv_cache_config)
-            pulls = self._prefixes is not None and self._prefixes.pulls
-            self._hints = KVHints(pulls=pulls, on_ignored=self._note_ignored_hint)
-            self._scheduler = ConnectorScheduler(
-                self._scheduling,
-                new_secret=lambda: secrets.token_hex(16),
-                dialect=dialect,
-                questions=None if self._prefixes is None else self._prefixes.questions,
-            )
-            return
+            dialect = stock_settings.dialect_of(extra, config_of(vllm_config, tp_rank=0, pp_rank=0), self._scheduling)
+        if extra.uses_prefixes:
+            with importing_part("prefix", _PREFIX_SETTINGS, ConfigError):
+                from kvflow.vllm.prefix import RequestPrefixes
+
+            self._prefixes = RequestPrefixes(extra, self._scheduling, self._groups, vllm_config, kv_cache_config)
+        pulls = self._prefixes is not None and self._prefixes.pulls
+        self._hints = KVHints(pulls=pulls, on_ignored=self._note_ignored_hint)
+        self._scheduler = ConnectorScheduler(
+            self._scheduling,
+            new_secret=lambda: secrets.token_hex(16),
+            dialect=dialect,
+            questions=None if self._prefixes is None else self._prefixes.questions,
+        )
+
+    def _begin_in_worker(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, extra: Extra) -> None:
         self._kv_format = extra.kv_format
         self._whole_blocks_only = extra.stock_peers
         config = config_of(vllm_config, tp_rank=get_tensor_model_parallel_rank(), pp_rank=get_pp_group().rank_in_group)
@@ -231,10 +234,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             peers = prefix.prefix_peers_of(vllm_config, extra)
             parts.append(peers.prefixes)
             possible = not prefix.sharing_obstacle(self._groups, kv_cache_config)
-            self._shares_prefixes, self._pulls_prefixes = (
-                extra.share_prefixes and possible,
-                extra.pulls_prefixes and possible,
-            )
+            self._shares_prefixes = extra.share_prefixes and possible
+            self._pulls_prefixes = extra.pulls_prefixes and possible
         self._runtime = Runtime(config, parts=parts)
         self._worker = ConnectorWorker(self._runtime, peers)
         self._asks_for_engine = (config.tp_rank, config.pp_rank) == (0, 0)
@@ -437,9 +438,9 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         where = next(iter(kv_caches.values())).device
         device = where.type
-        model, given = self._vllm_config.model_config, self._vllm_config.kv_transfer_config.kv_buffer_device
-        if given not in (device, "cpu"):
-            raise ConfigError(f"KVFlowConnector: kv_buffer_device is {given!r}, the cache is on {device!r}")
+        model, buffer_device = self._vllm_config.model_config, self._vllm_config.kv_transfer_config.kv_buffer_device
+        if buffer_device not in (device, "cpu"):
+            raise ConfigError(f"KVFlowConnector: kv_buffer_device is {buffer_device!r}, the cache is on {device!r}")
         unmapping = unmapping_option(model)
         if unmapping is not None and device != "cpu" and not _NOTIFIES_OF_SLEEP:
             # After a sleep the same addresses are mapped to other memory; the old memory would still be registered.
@@ -464,9 +465,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         """
         self._runtime.register_kv_caches(self._cache_groups)
         if self._shares_prefixes:
-            facts = [(group.facts, of.split) for group, of in zip(self._groups, self._cache_groups, strict=True)]
-            size = facts[0][0].block_size
-            self._worker.share([as_registered(one, size // split) for one, split in facts], size)
+            size, pairs = self._groups[0].facts.block_size, zip(self._groups, self._cache_groups, strict=True)
+            self._worker.share([as_registered(group.facts, size // cache.split) for group, cache in pairs], size)
         if self._pulls_prefixes:
             self._worker.connect_peers(follow_events=follow_events)
         self._registered = True
@@ -538,33 +538,33 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.begin(step, ready=self._record_event())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        found = self._collect()
+        results = self._collect()
         return KVConnectorTransferResults(
-            finished_sending=found.sent - found.not_offered,
-            finished_recving=set(found.received),
-            failed_recving=set(found.failed),
+            finished_sending=results.sent - results.not_offered,
+            finished_recving=set(results.received),
+            failed_recving=set(results.failed),
         )
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """As `get_transfer_results`, for vLLM before 0.30, which recognizes a failed load by its blocks."""
-        found = self._collect()
-        return found.sent - found.not_offered, set(found.received)
+        results = self._collect()
+        return results.sent - results.not_offered, set(results.received)
 
     def _collect(self) -> Results:
         idle = self.has_connector_metadata() and cast(KVFlowMetadata, self._get_connector_metadata()).idle
-        found = self._worker.collect(_IDLE_STEP_S if idle else 0.0)
+        results = self._worker.collect(_IDLE_STEP_S if idle else 0.0)
         self._worker_report = self._worker_report.aggregate(
-            KVFlowWorkerReport(found=found.found, refused=found.refused)
+            KVFlowWorkerReport(found=results.found, refused=results.refused)
         )
-        self._stats.add_results(found)
+        self._stats.add_results(results)
         self._stats.data["prefix_runs"] += self._worker.shared_outcomes()
         while self._late_reads:
             self._late_reads.popleft()
             self._stats.data["late_reads"].append("stock")
         if len(self._groups) == 1:  # with several, vLLM cannot assign a block to a group: it computes the whole prompt
-            failed = (block for one in found.failed.values() for block in one.block_tables[0])
+            failed = (block for load in results.failed.values() for block in load.block_tables[0])
             self._failed_blocks.update(block // self._split for block in failed)
-        return found
+        return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         taken, self._failed_blocks = self._failed_blocks, set()
@@ -616,11 +616,11 @@ def _computed_after_step(output: SchedulerOutput) -> dict[str, int]:
 
 def _log_as_vllm() -> None:
     """Pass kvflow's log lines to the handlers of vLLM's logger, unless the logger "kvflow" is already configured."""
-    ours, theirs = logging.getLogger("kvflow"), logging.getLogger("vllm")
+    ours, vllms = logging.getLogger("kvflow"), logging.getLogger("vllm")
     if not ours.handlers and ours.level == logging.NOTSET:
-        for handler in theirs.handlers:
+        for handler in vllms.handlers:
             ours.addHandler(handler)
-        ours.setLevel(theirs.level)
+        ours.setLevel(vllms.level)
         ours.propagate = False
 
 

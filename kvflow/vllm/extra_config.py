@@ -153,7 +153,7 @@ def token_shards(vllm_config: VllmConfig) -> int:
         "stock_peers is on": extra.stock_peers,
         "share_prefixes, prefix_peers or prefix_events is set": extra.uses_prefixes,
     }
-    if why := next((why for why, found in refused.items() if found), ""):
+    if why := next((why for why, applies in refused.items() if applies), ""):
         raise ConfigError(f"KVFlowConnector: --decode-context-parallel-size is {shards}, supported is 1: {why}")
     return shards
 
@@ -179,8 +179,8 @@ def config_of(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Config:
         "num_kv_heads": _model_kv_heads(vllm_config),
         "role": "both" if extra.share_prefixes else str(transfer.kv_role).removeprefix("kv_"),
     }
-    given = nixl_settings.settings_in(transfer)
-    return _SETTINGS.config(given if unmapping_option(model) is None else _for_unmapped_memory(given), values)
+    settings = nixl_settings.settings_in(transfer)
+    return _SETTINGS.config(settings if unmapping_option(model) is None else _for_unmapped_memory(settings), values)
 
 
 def unmapping_option(model: ModelConfig) -> str | None:
@@ -191,14 +191,14 @@ def unmapping_option(model: ModelConfig) -> str | None:
     return next((option for option, field in _UNMAPPING.items() if getattr(model, field, False)), None)
 
 
-def _for_unmapped_memory(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return `given`, the user's settings, with UCX's settings for unmapped memory, but for those that the user set."""
-    params = given.get("nixl_backend_params", {})
-    if "UCX" not in str(given.get("nixl_backend", "UCX")).split(",") or not isinstance(params, Mapping):
-        return given
+def _for_unmapped_memory(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return `settings`, the user's, with UCX's settings for unmapped memory, but for those that the user set."""
+    params = settings.get("nixl_backend_params", {})
+    if "UCX" not in str(settings.get("nixl_backend", "UCX")).split(",") or not isinstance(params, Mapping):
+        return settings
     chosen = params.get("UCX.engine_config", params.get("engine_config", ""))
     config = add_settings("UCX", str(chosen), UNMAPPED_MEMORY)
-    return {**given, "nixl_backend_params": {**params, "UCX.engine_config": config}}
+    return {**settings, "nixl_backend_params": {**params, "UCX.engine_config": config}}
 
 
 def warn_of_side_channel(vllm_config: VllmConfig) -> None:
@@ -206,14 +206,14 @@ def warn_of_side_channel(vllm_config: VllmConfig) -> None:
 
     KVFlowConnector ignores these variables, except under NixlConnector's name by `KVFLOW_AS_NIXL`.
     """
-    given = nixl_settings.settings_in(vllm_config.kv_transfer_config)
+    settings = nixl_settings.settings_in(vllm_config.kv_transfer_config)
     variables = (nixl_settings.HOST, nixl_settings.PORT)
-    found = [f"{name}={os.environ[name]}" for name in variables if os.environ.get(name)]
-    if found and "listen" not in given:
+    in_use = [f"{name}={os.environ[name]}" for name in variables if os.environ.get(name)]
+    if in_use and "listen" not in settings:
         logger.warning(
             "%s: only NixlConnector reads this. KVFlowConnector listens at %s, where only this host reaches it. Set "
             "`listen` (and `advertise_host`) in kv_connector_extra_config",
-            ", ".join(found),
+            ", ".join(in_use),
             _DEFAULTS["listen"],
         )
 

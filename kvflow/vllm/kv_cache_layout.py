@@ -74,10 +74,10 @@ def groups_of(kv_cache_config: KVCacheConfig, shards: int = 1) -> tuple[Group, .
     """
     groups = kv_cache_config.kv_cache_groups
     transferred = getattr(kv_cache_config, "transfer_group_ids", range(len(groups)))  # vLLM 0.28 transfers all groups
-    found = tuple(_group(index, groups[index], shards) for index in transferred)
-    if not found:
+    transferred_groups = tuple(_group(index, groups[index], shards) for index in transferred)
+    if not transferred_groups:
         raise ConfigError("KVFlowConnector: the model has no KV cache")
-    return found
+    return transferred_groups
 
 
 def _group(index: int, group: KVCacheGroupSpec, shards: int) -> Group:
@@ -164,7 +164,7 @@ def cache_groups(
     numbers = _layer_numbers(
         [name for group in groups for name in group.specs], vllm_config.model_config.get_total_num_hidden_layers()
     )
-    found = []
+    registrable = []
     for group in groups:
         check_sharding(group, vllm_config)
         caches, split = {name: kv_caches[name] for name in group.specs if name in kv_caches}, 1
@@ -190,7 +190,7 @@ def cache_groups(
                 _layout_of(same, backend, group.held_tokens // split, vllm_config, kv_format, cache_dtype, numbers)
                 for backend, same in _by_layout(caches, vllm_config)
             ]
-        found.append(
+        registrable.append(
             CacheGroup(
                 group.facts.name,
                 layers,
@@ -201,7 +201,7 @@ def cache_groups(
                 split=split,
             )
         )
-    return found
+    return registrable
 
 
 def _layer_numbers(names: Sequence[str], model_layers: int | None = None) -> dict[str, int]:
@@ -221,14 +221,14 @@ def _layer_numbers(names: Sequence[str], model_layers: int | None = None) -> dic
         draft = is_draft(name) or (model_layers is not None and number >= model_layers)
         by_number[draft, number].append(name)
     alike_max = FIRST_DRAFT_LAYER // NAMED_LAYERS_MAX
-    found = {}
+    numbers = {}
     for (draft, number), alike in by_number.items():
         if number >= NAMED_LAYERS_MAX or len(alike) > alike_max:
             counts = f"expected numbers below {NAMED_LAYERS_MAX}, and {counted(alike_max, 'layer')} of one at most"
             raise LayoutError(f"layer {alike[0]!r}: {counts}, got {len(alike)} of number {number}")
         for nth, name in enumerate(alike):
-            found[name] = number + nth * NAMED_LAYERS_MAX + (FIRST_DRAFT_LAYER if draft else 0)
-    return found
+            numbers[name] = number + nth * NAMED_LAYERS_MAX + (FIRST_DRAFT_LAYER if draft else 0)
+    return numbers
 
 
 def _state_spec(group: Group) -> MambaSpec:
@@ -245,8 +245,8 @@ def _model_groups(group: Group, vllm_config: VllmConfig) -> int | None:
     The shapes of a rank's tensors do not show this, since all ranks may have copies of a single head group.
     """
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(group.specs))
-    found = {getattr(getattr(layer, "norm", None), "n_groups", None) for layer in layers.values()}
-    return found.pop() if len(found) == 1 else None
+    counts = {getattr(getattr(layer, "norm", None), "n_groups", None) for layer in layers.values()}
+    return counts.pop() if len(counts) == 1 else None
 
 
 def _attention_view(
@@ -282,11 +282,11 @@ def _by_layout(
 
     One layout describes a set. Yield each set's backend name, and its tensors by layer name.
     """
-    found: defaultdict[tuple[str, torch.Size, torch.dtype], dict[str, torch.Tensor]] = defaultdict(dict)
+    by_layout: defaultdict[tuple[str, torch.Size, torch.dtype], dict[str, torch.Tensor]] = defaultdict(dict)
     for name, cache in caches.items():
         (backend,) = get_current_attn_backends(vllm_config, [name])
-        found[backend.get_name(), cache.shape, cache.dtype][name] = cache
-    for (backend_name, _, _), same in found.items():
+        by_layout[backend.get_name(), cache.shape, cache.dtype][name] = cache
+    for (backend_name, _, _), same in by_layout.items():
         yield backend_name, same
 
 
@@ -321,6 +321,6 @@ def _cpu_format(kv_caches: dict[str, torch.Tensor], vllm_config: VllmConfig) -> 
     The format depends on the instruction set that the layers use.
     """
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(kv_caches))
-    found = {getattr(layer, "isa", None) for layer in layers.values()}
+    isas = {getattr(layer, "isa", None) for layer in layers.values()}
     formats = [name for row in rows_of("CPU_ATTN", vllm.__version__) for name in row.kv_formats]
-    return next((name for name in formats if found == {name.rpartition("_")[2]}), None)
+    return next((name for name in formats if isas == {name.rpartition("_")[2]}), None)

@@ -38,8 +38,8 @@ def has_nixls_name(transfer: KVTransferConfig) -> bool:
 
 def settings_in(transfer: KVTransferConfig) -> Mapping[str, Any]:
     """Return the user's settings, with keys of kvflow only. ConfigError names a key that kvflow cannot do."""
-    given: Mapping[str, Any] = transfer.kv_connector_extra_config
-    return as_kvflows(given, os.environ) if has_nixls_name(transfer) else given
+    settings: Mapping[str, Any] = transfer.kv_connector_extra_config
+    return as_kvflows(settings, os.environ) if has_nixls_name(transfer) else settings
 
 
 def as_kvflows(given: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:

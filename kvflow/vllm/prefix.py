@@ -73,7 +73,7 @@ def prefix_peers_of(vllm_config: VllmConfig, extra: Extra) -> PrefixPeers:
     return PrefixPeers(
         prefixes=Prefixes(),
         wait_s=extra.prefix_wait_s,
-        events=tuple(EventSource(**msgspec.structs.asdict(one)) for one in extra.prefix_events),
+        events=tuple(EventSource(**msgspec.structs.asdict(source)) for source in extra.prefix_events),
         known_peers=(*known_peers(extra), *(source.holder for source in extra.prefix_events)),
         recompute_s_per_token=extra.recompute_s_per_token,
         every_rank=parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1,

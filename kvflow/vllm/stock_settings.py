@@ -32,12 +32,12 @@ def peers_of(vllm_config: VllmConfig, extra: Extra, on_late_read: Callable[[str]
     ConfigError names a wrong setting in `extra`.
     """
     backend = get_current_attn_backends(vllm_config)[0].get_name()
-    own, given = compute_nixl_compatibility_hash(vllm_config, backend), extra.stock
-    shown = given.serve_hash or own
+    own, stock = compute_nixl_compatibility_hash(vllm_config, backend), extra.stock
+    shown = stock.serve_hash or own
     return StockPeers(
-        hashes=tuple(dict.fromkeys((shown, own, *given.hashes))),
-        terms=Terms(lease_s=given.lease_s, router_s=given.router_s),
-        tp_sizes=given.tp_sizes,
+        hashes=tuple(dict.fromkeys((shown, own, *stock.hashes))),
+        terms=Terms(lease_s=stock.lease_s, router_s=stock.router_s),
+        tp_sizes=stock.tp_sizes,
         serve_version=_reader_version(extra),
         attn_backend_name=backend,
         ranks=EngineRanks(),
