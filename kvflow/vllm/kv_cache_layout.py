@@ -185,21 +185,16 @@ def cache_groups(
             caches = {
                 name: _attention_view(name, cache, group, vllm_config, cache_dtype) for name, cache in caches.items()
             }
-            layers, split = {**caches}, _split(caches, group)
+            # Blocks of the kernels in a block of vLLM. If layers differ, `_layout_of` refuses those with fewer.
+            split = max((group.held_tokens // cache.shape[-2] for cache in caches.values()), default=1)
+            layers = {**caches}
             layout = [
                 _layout_of(same, backend, group.held_tokens // split, vllm_config, kv_format, cache_dtype, numbers)
                 for backend, same in _by_layout(caches, vllm_config)
             ]
+        facts, window = group.facts, group.facts.window or None
         registrable.append(
-            CacheGroup(
-                group.facts.name,
-                layers,
-                layout,
-                window=group.facts.window or None,
-                kind=group.facts.kind,
-                pool=_POOL,
-                split=split,
-            )
+            CacheGroup(facts.name, layers, layout, window=window, kind=facts.kind, pool=_POOL, split=split)
         )
     return registrable
 
@@ -265,14 +260,6 @@ def _attention_view(
         )
     stored_as_bytes = cache_dtype.values and cache.dtype is torch.uint8
     return cache.view(getattr(torch, cache_dtype.values)) if stored_as_bytes else cache
-
-
-def _split(caches: Mapping[str, torch.Tensor], group: Group) -> int:
-    """Return how many blocks of the attention kernels make up one block of vLLM, from the tensors `caches` of a group.
-
-    If layers differ, return the largest number; `_layout_of` then refuses the other layers.
-    """
-    return max((group.held_tokens // cache.shape[-2] for cache in caches.values()), default=1)
 
 
 def _by_layout(
