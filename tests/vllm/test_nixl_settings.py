@@ -177,7 +177,7 @@ def test_the_line_comes_once_for_each_engine(
     """In the scheduler's connector object alone; and before an error, so that a reader of the log knows its cause."""
     monkeypatch.setenv("KVFLOW_AS_NIXL", switch)
     given = named(typo=1)
-    monkeypatch.setattr("kvflow.vllm.connector.groups_of", lambda _: [])
+    monkeypatch.setattr("kvflow.vllm.connector.groups_of", lambda *_: [])
     monkeypatch.setattr("kvflow.vllm.connector.KVConnectorBase_V1.__init__", lambda *_: None)
     with pytest.raises(ConfigError, match="typo"):
         NixlConnector(given, role, None)  # type: ignore[arg-type]
