@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     import torch
 
 ITEMSIZE = 2
-PARTS = 2
+PLANES = 2
+"""Number of planes of a layer: K and V."""
 _WORD_BYTES = 4
 _WORDS_MAX = 1 << 32
 _POISON_BYTE = 0xFF
@@ -67,7 +68,7 @@ class CacheShape:
 
     @property
     def block_descriptors(self) -> int:
-        return PARTS * self.layers
+        return PLANES * self.layers
 
     @property
     def block_size_bytes(self) -> int:
@@ -94,14 +95,14 @@ class CacheShape:
         """Sizes of the axes of one layer's tensor, in memory order."""
         heads_and_tokens = (self.kv_heads, self.block_size)
         inner = heads_and_tokens if self.order == "HND" else heads_and_tokens[::-1]
-        return (PARTS, self.blocks, *inner, self.head_size)
+        return (PLANES, self.blocks, *inner, self.head_size)
 
     def checked(self, option: str) -> CacheShape:
         """Return this shape, or raise SettingsError if a cache of this shape has too many words to number in 32 bits.
 
         The error names `option`, the command-line option that leads to the shape.
         """
-        words = (self.first_head + self.kv_heads) * PARTS * self.layers * self.pool_tokens * self.head_words
+        words = (self.first_head + self.kv_heads) * PLANES * self.layers * self.pool_tokens * self.head_words
         if words >= _WORDS_MAX:
             raise SettingsError(f"{option}: {self.size_bytes >> 20} MB is too large for the test pattern of 32 bits")
         return self
@@ -175,11 +176,11 @@ class BenchCache:
             layer.view(np.float16)[:] = tensor.cpu().numpy()
         pool = self._token_numbers(remote_block_size or self.shape.block_size)
         tokens = pool[list(remote_ids)].reshape(-1, self.shape.block_size)
-        parts = [slice(start, start + _CHECK_BLOCKS) for start in range(0, len(block_ids), _CHECK_BLOCKS)]
+        pieces = [slice(start, start + _CHECK_BLOCKS) for start in range(0, len(block_ids), _CHECK_BLOCKS)]
         return sum(
-            self._check_layer(index, block_ids[part], tokens[part])
+            self._check_layer(index, block_ids[piece], tokens[piece])
             for index in self._layer_indices(layers)
-            for part in parts
+            for piece in pieces
         )
 
     def poison_loads(self, loads: Iterable[PlannedLoad]) -> None:
@@ -192,15 +193,15 @@ class BenchCache:
         return self.check(local_ids, [block for load in loads for block in load.remote_ids])
 
     def _check_layer(self, layer: int, block_ids: Sequence[int], tokens: Words) -> int:
-        found = self.layers[layer][:, list(block_ids)]
-        wrong = np.argwhere(found != self._expected_words(layer, tokens))
+        words = self.layers[layer][:, list(block_ids)]
+        wrong = np.argwhere(words != self._expected_words(layer, tokens))
         if len(wrong):
-            part, block, head, token, _ = wrong[0]
+            plane, block, head, token, _ = wrong[0]
             raise WrongBytes(
-                f"layer {layer} {'KV'[part]}: block {block_ids[block]}, head {self.shape.first_head + head}, token "
+                f"layer {layer} {'KV'[plane]}: block {block_ids[block]}, head {self.shape.first_head + head}, token "
                 f"{token} is not token {tokens[block, token]} of the producer; words that differ: {len(wrong)}"
             )
-        return int(found.nbytes)
+        return int(words.nbytes)
 
     def _token_numbers(self, block_size: int) -> Words:
         """Return the numbers of all tokens of a pool with blocks of `block_size` tokens, as an array [block, token]."""
@@ -213,8 +214,8 @@ class BenchCache:
         """
         shape = self.shape
         heads = np.arange(shape.first_head, shape.first_head + shape.kv_heads, dtype=np.uint32)
-        parts = np.arange(layer * PARTS, (layer + 1) * PARTS, dtype=np.uint32)
-        rows = parts[:, None] + heads * np.uint32(shape.block_descriptors)
+        planes = np.arange(layer * PLANES, (layer + 1) * PLANES, dtype=np.uint32)
+        rows = planes[:, None] + heads * np.uint32(shape.block_descriptors)
         places: Words = rows[:, None, :, None] * np.uint32(shape.pool_tokens) + tokens[:, None, :]
         words: Words = np.arange(shape.head_words, dtype=np.uint32)
         return places[..., None] * np.uint32(shape.head_words) + words
@@ -231,6 +232,6 @@ def allocate_memory(size_bytes: int) -> Memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
     space: Memory = np.frombuffer(memory, dtype=np.uint8)
     start = -space.ctypes.data % _HUGE_PAGE_BYTES
-    found = space[start : start + size_bytes]
-    found[:] = _POISON_BYTE
-    return found
+    aligned = space[start : start + size_bytes]
+    aligned[:] = _POISON_BYTE
+    return aligned

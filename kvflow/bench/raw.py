@@ -54,7 +54,7 @@ class TunedAgent:
         self._name = name
         self._nixl: Any = nixl._bindings
         self._agent: Any = self._nixl.nixlAgent(name, _agent_config(self._nixl, producer=producer))
-        self._backends = [self._agent.createBackend(one, dict(params)) for one, params in backends.items()]
+        self._backends = [self._agent.createBackend(backend, dict(params)) for backend, params in backends.items()]
         regions = [(base, cache.shape.layer_size_bytes, _DEVICE_ID, "") for base in cache.bases]
         self._agent.registerMem(self._nixl.nixlRegDList(self._nixl.DRAM_SEG, regions), self._backends)
         self._local_blocks = 0
@@ -71,8 +71,8 @@ class TunedAgent:
     def _prepare_blocks(self, agent: str, bases: Sequence[int]) -> int:
         """Prepare descriptors for all blocks of the agent `agent`, one strided row per layer, and return NIXL's handle.
 
-        `bases`: start addresses of the layers. With part 0 for K and 1 for V, the descriptor of block number `block`
-        has index `(2 * layer + part) * blocks + block`.
+        `bases`: start addresses of the layers. With plane 0 for K and 1 for V, the descriptor of block number `block`
+        has index `(2 * layer + plane) * blocks + block`.
         """
         size, count = self._cache.shape.region_block_size_bytes, 2 * self._cache.shape.blocks
         rows = np.array([(base, size, _DEVICE_ID, size, count) for base in bases], dtype=np.uint64)

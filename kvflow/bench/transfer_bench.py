@@ -59,10 +59,10 @@ def blocks_by_size(sizes: str, layers: int) -> dict[str, int]:
     Return the number of blocks of each size, by label ("16 MB"), smallest first. Raise SettingsError for an entry that
     is neither "block" nor a number of MB that is a multiple of a block.
     """
-    found, block_bytes = dict[str, int](), CacheShape(layers=layers, blocks=1).block_size_bytes
+    counts, block_bytes = dict[str, int](), CacheShape(layers=layers, blocks=1).block_size_bytes
     for word in map(str.strip, sizes.split(",")):
         if word == "block":
-            found["one block"] = 1
+            counts["one block"] = 1
             continue
         if not (word.isascii() and word.isdecimal()):
             raise SettingsError(f"--sizes: expected 'block' or a number of MB, such as 16, got {word[:80]!r}")
@@ -71,19 +71,12 @@ def blocks_by_size(sizes: str, layers: int) -> dict[str, int]:
             raise SettingsError(
                 f"--sizes: {word} MB is not a multiple of a block, which has {counted(block_bytes, 'byte')}"
             )
-        found[f"{word} MB"] = blocks
-    return dict(sorted(found.items(), key=lambda size: size[1]))
+        counts[f"{word} MB"] = blocks
+    return dict(sorted(counts.items(), key=lambda size: size[1]))
 
 
 def measure(
-    transport: Fabric,
-    sizes: str,
-    *,
-    pairs: int,
-    rounds: int,
-    layers: int,
-    backend: str,
-    note: Callable[[str], None],
+    transport: Fabric, sizes: str, *, pairs: int, rounds: int, layers: int, backend: str, note: Callable[[str], None]
 ) -> Iterator[Speed]:
     """Measure loads of each size through kvflow and through raw NIXL, and yield one result per size.
 
@@ -104,10 +97,8 @@ def measure(
         for size, count in blocks.items()
     }
     shape = CacheShape(layers=layers, blocks=max(map(sum, turns.values()))).checked("--sizes")
-    ranks, contenders = (
-        [*pair_ranks(shape, backend=backend), *_raw_ranks(shape, backend)],
-        (_load_by_kvflow, _load_by_raw),
-    )
+    ranks = [*pair_ranks(shape, backend=backend), *_raw_ranks(shape, backend)]
+    contenders = (_load_by_kvflow, _load_by_raw)
     seconds = {(size, contender): list[list[float]]() for size in turns for contender in contenders}
     for pair in range(pairs):
         note(f"{transport}: processes {pair + 1} of {pairs}")
@@ -147,7 +138,7 @@ def _raw_ranks(shape: CacheShape, backend: str) -> list[RankProcess]:
 
 
 def _load_by_kvflow(children: Mapping[str, Child], loads: Sequence[PlannedLoad]) -> list[float]:
-    return [one.seconds for one in hand_over((children["producer"], children["consumer"]), loads)]
+    return [load.seconds for load in hand_over((children["producer"], children["consumer"]), loads)]
 
 
 def _load_by_raw(children: Mapping[str, Child], loads: Sequence[PlannedLoad]) -> list[float]:

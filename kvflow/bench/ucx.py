@@ -63,7 +63,7 @@ def ucx_log() -> Iterator[UcxLog]:
 
 def read_path(log: str, size_bytes: int) -> ReadPath | None:
     """Return how the process that wrote `log` reads `size_bytes` from another process; None if `log` does not say."""
-    found = None
+    path = None
     owner, reading = "", False
     for cells in _table_rows(log):
         match cells:
@@ -72,8 +72,8 @@ def read_path(log: str, size_bytes: int) -> ReadPath | None:
             case [text]:
                 owner, reading = text, False
             case [sizes, method, transport] if reading and _range_covers(sizes, size_bytes):
-                found = ReadPath(method, transport)
-    return found
+                path = ReadPath(method, transport)
+    return path
 
 
 def _table_rows(log: str) -> Iterator[list[str]]:

@@ -239,5 +239,5 @@ def close_dropped(thread: LoopThread) -> None:
 
 def checked_timeout(timeout_s: float | None) -> float | None:
     """Return `timeout_s` if it is None (no limit) or a valid number of seconds, else raise UsageError."""
-    found: float | None = checks.checked(timeout_s, "timeout_s", checks.Timeout | None, UsageError)
-    return found
+    checked_s: float | None = checks.checked(timeout_s, "timeout_s", checks.Timeout | None, UsageError)
+    return checked_s

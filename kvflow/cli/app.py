@@ -137,11 +137,7 @@ def doctor(
 
 
 def findings_as_json(findings: Sequence[Finding]) -> dict[str, Any]:
-    return {
-        "schema_version": 1,
-        "broken": is_broken(findings),
-        "findings": [asdict(finding) for finding in findings],
-    }
+    return {"schema_version": 1, "broken": is_broken(findings), "findings": [asdict(finding) for finding in findings]}
 
 
 def print_findings(findings: Sequence[Finding], console: Console) -> None:

@@ -76,8 +76,8 @@ def transfer(
     settings = {"sizes": sizes, "pairs": pairs, "rounds": rounds, "layers": layers, "backend": backend}
     speeds: list[Speed] = []
     with errors_reported("bench transfer", SettingsError, BenchError):
-        for one in tuple(Fabric) if transport is None else (transport,):
-            speeds += measure(one, sizes, pairs=pairs, rounds=rounds, layers=layers, backend=backend, note=notes.print)
+        for path in tuple(Fabric) if transport is None else (transport,):
+            speeds += measure(path, sizes, pairs=pairs, rounds=rounds, layers=layers, backend=backend, note=notes.print)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("", "one load", "kvflow ms", "p99 ms", "NIXL ms", "ratio", "GB/s"):
         table.add_column(heading, justify="left" if heading in ("", "one load") else "right")

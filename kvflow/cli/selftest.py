@@ -25,10 +25,10 @@ def hand_over(blocks: int, transport: Fabric, console: Console) -> None:
     (load,) = scattered_loads("selftest", BLOCKS_MAX, [blocks])
     with open_pair(_SHAPE, transport.environment) as (prefill, decode):
         tickets = prefill.run(EngineProducer.offer, [load])
-        theirs, ours = first_few(load.remote_ids, 4), first_few(load.local_ids, 4)
-        console.print(f"prefill-0 (process {prefill.pid}) offers {counted(blocks, 'block')}: {theirs}")
+        remote_ids, local_ids = first_few(load.remote_ids, 4), first_few(load.local_ids, 4)
+        console.print(f"prefill-0 (process {prefill.pid}) offers {counted(blocks, 'block')}: {remote_ids}")
         (report,) = decode.run(EngineConsumer.load, [load], tickets)
-        console.print(f"decode-0 (process {decode.pid}) has loaded them over {transport} into {ours}:")
+        console.print(f"decode-0 (process {decode.pid}) has loaded them over {transport} into {local_ids}:")
         pieces = counted(report.descriptors, "piece")
         console.print(f"  {report.size_bytes:,} bytes in {pieces}, {report.seconds * 1e3:.1f} ms")
         prefill.run(EngineProducer.end_leases)

@@ -7,6 +7,7 @@ themselves can find out.
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import TypeAlias
 
 from kvflow.config import Config
@@ -16,16 +17,13 @@ from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.claims import all_regions_from_wire
 from kvflow.core.protocol.compatibility import Compatibility
 from kvflow.doctor.findings import Finding, fail, ok
-from kvflow.doctor.peer_channel import REACH_FIX
+from kvflow.doctor.peer_channel import NO_FINGERPRINT, REACH_FIX, READER
 from kvflow.errors import ConfigError, KVFlowError, PeerRefused, PeerUnreachable
 from kvflow.hosts import plain_address
 from kvflow.runtime.channel.asking import ZmqSideChannel
-from kvflow.runtime.clock import SystemClock
 from kvflow.runtime.peers.handshake import incompatibilities
 from kvflow.runtime.peers.peer import LocalRank
 
-_READER = "kvflow-doctor"
-_NO_FINGERPRINT = bytes(16)
 _RULE_FIX = "make this equal on both sides, or do not let a router pair these engines"
 
 
@@ -42,23 +40,21 @@ async def examine_pair(config: Config, prefill: str, decode: str) -> list[Findin
 
     `prefill`, `decode`: the engines, as ENGINE_ID@tcp://host:port. `config`: timeouts and CURVE keys for the questions.
     """
-    channel, engines, found = ZmqSideChannel(config, SystemClock().now_s), list[_EngineFacts](), list[Finding]()
-    try:
-        for name, given in (("prefill engine", prefill), ("decode engine", decode)):
+    engines, findings = list[_EngineFacts](), list[Finding]()
+    with closing(ZmqSideChannel(config)) as channel:
+        for name, place in (("prefill engine", prefill), ("decode engine", decode)):
             try:
-                engines.append(await _ask_engine(channel, given))
-                found.append(ok(name, f"{engines[-1][0]}: it answers readers"))
+                engines.append(await _ask_engine(channel, place))
+                findings.append(ok(name, f"{engines[-1][0]}: it answers readers"))
             except (_Refused, KVFlowError, codec.WireError) as problem:
-                found.append(fail(name, f"{given}: {problem}", _advice(given, problem)))
-    finally:
-        channel.close()
-    return [*found, *judge_pair(*engines)] if len(engines) == 2 else found
+                findings.append(fail(name, f"{place}: {problem}", _advice(place, problem)))
+    return [*findings, *judge_pair(*engines)] if len(engines) == 2 else findings
 
 
-def _advice(given: str, problem: Exception) -> str:
+def _advice(place: str, problem: Exception) -> str:
     """Return advice for the user about `problem`, the error of a question to an engine for its metadata.
 
-    `given`: the engine, as ENGINE_ID@tcp://host:port.
+    `place`: the engine, as ENGINE_ID@tcp://host:port.
     """
     match problem:
         case ConfigError():
@@ -66,7 +62,7 @@ def _advice(given: str, problem: Exception) -> str:
         case PeerUnreachable():
             return REACH_FIX
         case PeerRefused():
-            own = given.rpartition("@")[0]
+            own = place.rpartition("@")[0]
             return f"check that its id is {own!r}, that it has registered its cache, and the CURVE keys of both sides"
         case _Refused():
             return "wait until the engine has registered its cache, and give the id that its tickets name"
@@ -74,20 +70,20 @@ def _advice(given: str, problem: Exception) -> str:
             return "check that a kvflow side channel of this version listens there"
 
 
-async def _ask_engine(channel: ZmqSideChannel, given: str) -> _EngineFacts:
-    """Ask the engine `given` twice, and return its address, its compatibility facts and its metadata.
+async def _ask_engine(channel: ZmqSideChannel, place: str) -> _EngineFacts:
+    """Ask the engine `place` twice, and return its address, its compatibility facts and its metadata.
 
     A question carries a fingerprint, the digest of the reader's compatibility facts. The fingerprint of the first
     question is zero, so the engine refuses the question, and the refusal contains the engine's facts. The second
     question has the fingerprint of these facts, as from a compatible reader, and the answer is the metadata.
     """
-    engine_id, named, where = given.rpartition("@")
+    engine_id, named, where = place.rpartition("@")
     if not named or not engine_id:
-        raise ConfigError(f"--pair: expected ENGINE_ID@tcp://host:port, got {given!r}")
+        raise ConfigError(f"--pair: expected ENGINE_ID@tcp://host:port, got {place!r}")
     address = plain_address(where, what="--pair")
     at = Address(engine_id or "?", Rank(0, 0, 0), address)
-    question = messages.MetadataRequest(reader=_READER, target=at)
-    refusal = await channel.ask(question, fingerprint=_NO_FINGERPRINT)
+    question = messages.MetadataRequest(reader=READER, target=at)
+    refusal = await channel.ask(question, fingerprint=NO_FINGERPRINT)
     if not isinstance(refusal, messages.Refusal) or refusal.compatibility is None:
         raise _Refused(refusal.reason if isinstance(refusal, messages.Refusal) else type(refusal).__name__)
     facts = refusal.compatibility
@@ -105,15 +101,15 @@ def judge_pair(prefill: _EngineFacts, decode: _EngineFacts) -> list[Finding]:
     """
     (at, facts, metadata), (their_at, their_facts, theirs) = decode, prefill
     ours = LocalRank(
-        reader=_READER,
+        reader=READER,
         caller=at,
         compatibility=facts,
         cache_shares=metadata.cache_shares,
         regions=all_regions_from_wire(metadata.regions),
         groups=metadata.groups,
     )
-    found = facts.differences(their_facts)
-    found += incompatibilities(their_at.rank, theirs, all_regions_from_wire(theirs.regions), ours)
-    if found:
-        return [fail("hand-over", problem, _RULE_FIX) for problem in dict.fromkeys(found)]
+    problems = facts.differences(their_facts)
+    problems += incompatibilities(their_at.rank, theirs, all_regions_from_wire(theirs.regions), ours)
+    if problems:
+        return [fail("hand-over", problem, _RULE_FIX) for problem in dict.fromkeys(problems)]
     return [ok("hand-over", "the handshake allows it; whether the two reach each other was not tested")]

@@ -76,10 +76,7 @@ def judge_plugins(
 
 
 def check_self_transfer(
-    judge_path: Callable[[str, ReadPath | None], Finding],
-    *,
-    where: str = "",
-    device: str | None = None,
+    judge_path: Callable[[str, ReadPath | None], Finding], *, where: str = "", device: str | None = None
 ) -> Iterator[Finding]:
     """Load blocks between two processes of this machine. Yield a finding about the speed, and one about UCX's path.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import closing
 
 import msgspec
 
@@ -15,10 +16,9 @@ from kvflow.doctor.findings import Finding, fail, ok
 from kvflow.errors import ConfigError, KVFlowError
 from kvflow.hosts import host_in_url, split_address
 from kvflow.runtime.channel.asking import ZmqSideChannel
-from kvflow.runtime.clock import SystemClock
 
 REACH_FIX = "check that the engine runs, that it listens there (Config.listen), and that no firewall blocks it"
-_NO_FINGERPRINT = bytes(16)
+READER, NO_FINGERPRINT = "kvflow-doctor", bytes(16)
 
 
 async def examine_peer(config: Config, address: str, engine_id: str) -> list[Finding]:
@@ -44,17 +44,13 @@ async def examine_peer(config: Config, address: str, engine_id: str) -> list[Fin
         return [*found, fail(name, why, REACH_FIX)]
     found.append(ok(name, f"{host_in_url(host)}:{port} in {(time.perf_counter() - start_s) * 1e3:.1f} ms"))
     writer.close()
-    question = messages.MetadataRequest(
-        reader="kvflow-doctor", target=Address(engine_id or "?", Rank(0, 0, 0), address)
-    )
-    channel = ZmqSideChannel(config, SystemClock().now_s)
-    try:
-        reply = await channel.ask(question, fingerprint=_NO_FINGERPRINT)
-    except KVFlowError as error:
-        fix = "check that a kvflow side channel listens there, and the CURVE keys of both sides"
-        return [*found, fail("peer's answer", str(error), fix)]
-    finally:
-        channel.close()
+    question = messages.MetadataRequest(reader=READER, target=Address(engine_id or "?", Rank(0, 0, 0), address))
+    with closing(ZmqSideChannel(config)) as channel:
+        try:
+            reply = await channel.ask(question, fingerprint=NO_FINGERPRINT)
+        except KVFlowError as error:
+            fix = "check that a kvflow side channel listens there, and the CURVE keys of both sides"
+            return [*found, fail("peer's answer", str(error), fix)]
     return [*found, judge_answer(reply, engine_id)]
 
 

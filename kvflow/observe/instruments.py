@@ -18,7 +18,8 @@ _SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 
 _BYTES_BUCKETS = tuple(float(4**power) for power in range(6, 18))  # 4 KiB to 16 GiB
 
 
-ReadValues: TypeAlias = Callable[[RuntimeStatistics], Mapping[str, float]]
+ReadValues: TypeAlias = Callable[[RuntimeStatistics], Mapping[tuple[str, ...], float]]
+"""Function that takes a runtime's statistics and returns the values of one metric, by the values of its own labels."""
 
 
 def _statistics_of(now: RuntimeStatistics, part: str) -> Any:
@@ -28,36 +29,38 @@ def _statistics_of(now: RuntimeStatistics, part: str) -> Any:
     field of the section: "prefix.sharing".
     """
     name, _, inner = part.partition(".")
-    found = now.parts.get(name) or getattr(now, name, None)
-    return getattr(found, inner, None) if inner else found
+    section = now.parts.get(name) or getattr(now, name, None)
+    return getattr(section, inner, None) if inner else section
 
 
 def _values_of(part: str, *fields: str, without: float | None = None, **named: str) -> ReadValues:
-    """Return a function that takes a runtime's statistics and returns the values of one metric, by label value.
+    """Return a function that reads the values of one metric from fields of the statistics of `part`.
 
-    Each value is a field of the statistics that `_statistics_of` finds for `part`. Give either `fields`: the label
-    value of each field is its name or, if there is only one, "". Or give `named`, which maps label values to fields. If
-    the runtime has no statistics for `part`, each value is `without`; if `without` is None, the mapping is empty.
+    `_statistics_of` finds these statistics. Give either `fields`: the label value of each field is its name, and a
+    single field has no label. Or give `named`, which maps label values to fields. If the runtime has no statistics for
+    `part`, each value is `without`; if `without` is None, the mapping is empty.
     """
-    labels = named or ({"": fields[0]} if len(fields) == 1 else {field: field for field in fields})
+    by_label = named or {field: field for field in fields}
+    labels = {(): fields[0]} if len(fields) == 1 else {(label,): field for label, field in by_label.items()}
 
-    def values(now: RuntimeStatistics) -> Mapping[str, float]:
-        found = _statistics_of(now, part)
-        if found is None:
+    def values(now: RuntimeStatistics) -> Mapping[tuple[str, ...], float]:
+        section = _statistics_of(now, part)
+        if section is None:
             return {} if without is None else dict.fromkeys(labels, without)
-        return {label: getattr(found, field) for label, field in labels.items()}
+        return {label: getattr(section, field) for label, field in labels.items()}
 
     return values
 
 
-def _ignored_notifications(now: RuntimeStatistics) -> Mapping[str, float]:
+def _ignored_notifications(now: RuntimeStatistics) -> Mapping[tuple[str, ...], float]:
     kinds = () if now.serving is None else ("late", "duplicate", "malformed")
-    return {"early": now.early_notifications, **{kind: getattr(now.serving, f"{kind}_notifications") for kind in kinds}}
+    counts = {(kind,): getattr(now.serving, f"{kind}_notifications") for kind in kinds}
+    return {("early",): now.early_notifications, **counts}
 
 
-def _prefix_pulls(now: RuntimeStatistics) -> Mapping[str, float]:
+def _prefix_pulls(now: RuntimeStatistics) -> Mapping[tuple[str, ...], float]:
     prefix = _statistics_of(now, "prefix")
-    return {} if prefix is None else {"hit": prefix.hits, "miss": prefix.pulls - prefix.hits}
+    return {} if prefix is None else {("hit",): prefix.hits, ("miss",): prefix.pulls - prefix.hits}
 
 
 _BLOCKS = _values_of("blocks", "free", "leased", "in_flight", "quarantined")
@@ -69,46 +72,38 @@ _STORE_BYTES = _values_of("storage", used="bytes", max="bytes_max")
 _LISTENERS_LOST_HELP = "Listeners that UCX has closed, as when open files run out: no new peer connects there."
 _NEVER_READ_HELP = "Engines that tickets name, and that no load has read from yet."
 _READERS_REFUSED_HELP = "New readers that were refused because too few open files were left."
+_SOURCES_LEFT_HELP = "Sources that loads gave up for their next source."
+_PREFIX_QUESTIONS_HELP = "Questions of peers for prefixes by outcome, and reclaimed leases."
 _LATE_READS_HELP = "Reads of stock engines that ended after their lease: the text may be wrong."
 
-# Metrics from `Runtime.statistics()`: name, help, label in addition to `LABELS`, function that returns values by label.
-GAUGES: tuple[tuple[str, str, str, ReadValues], ...] = (
-    ("kvflow_blocks", "Blocks of the KV cache by use.", "use", _BLOCKS),
-    ("kvflow_open_loads", "Loads under way.", "", _values_of("loading", "open_loads", without=0)),
-    ("kvflow_engines_never_read", _NEVER_READ_HELP, "", _values_of("loading", "never_read", without=0)),
-    ("kvflow_open_leases", "Leases open.", "", _values_of("serving", "open_leases", without=0)),
-    ("kvflow_open_reads", "Reads posted and not ended.", "", _values_of("transport", "open_reads")),
-    ("kvflow_listeners_lost", _LISTENERS_LOST_HELP, "", _values_of("transport", "listeners_lost")),
-    ("kvflow_buffers_used", "Host blocks and scratch buffers in use.", "", lambda now: {"": now.buffers_used}),
-    ("kvflow_peers", "Peers by state.", "state", lambda now: Tally(str(peer.state) for peer in now.peers)),
-    ("kvflow_store_bytes", "Bytes of the store's files, used and at most.", "of", _STORE_BYTES),
-    ("kvflow_prefix_pinned_blocks", "Blocks pinned for readers of prefixes.", "", _PINNED_BLOCKS),
-    ("kvflow_store_entries", "Entries stored.", "", _values_of("storage", "entries")),
+# Metrics from `Runtime.statistics()`: name, help, labels in addition to `LABELS`, function that returns the values.
+GAUGES: tuple[tuple[str, str, tuple[str, ...], ReadValues], ...] = (
+    ("kvflow_blocks", "Blocks of the KV cache by use.", ("use",), _BLOCKS),
+    ("kvflow_open_loads", "Loads under way.", (), _values_of("loading", "open_loads", without=0)),
+    ("kvflow_engines_never_read", _NEVER_READ_HELP, (), _values_of("loading", "never_read", without=0)),
+    ("kvflow_open_leases", "Leases open.", (), _values_of("serving", "open_leases", without=0)),
+    ("kvflow_open_reads", "Reads posted and not ended.", (), _values_of("transport", "open_reads")),
+    ("kvflow_listeners_lost", _LISTENERS_LOST_HELP, (), _values_of("transport", "listeners_lost")),
+    ("kvflow_buffers_used", "Host blocks and scratch buffers in use.", (), lambda now: {(): now.buffers_used}),
+    ("kvflow_peers", "Peers by state.", ("state",), lambda now: Tally((str(peer.state),) for peer in now.peers)),
+    ("kvflow_store_bytes", "Bytes of the store's files, used and at most.", ("of",), _STORE_BYTES),
+    ("kvflow_prefix_pinned_blocks", "Blocks pinned for readers of prefixes.", (), _PINNED_BLOCKS),
+    ("kvflow_store_entries", "Entries stored.", (), _values_of("storage", "entries")),
 )
-COUNTERS: tuple[tuple[str, str, str, ReadValues], ...] = (
-    ("kvflow_read_bytes", "Bytes read.", "", _values_of("transport", "bytes_read")),
-    ("kvflow_reads", "Reads posted.", "", _values_of("transport", "reads")),
-    ("kvflow_reads_failed", "Reads that failed in the transport.", "", _values_of("transport", "reads_failed")),
-    ("kvflow_notifications_ignored", "Notifications that changed nothing.", "reason", _ignored_notifications),
-    ("kvflow_readers_refused", _READERS_REFUSED_HELP, "", lambda now: {"": now.readers_refused}),
-    ("kvflow_late_reads", _LATE_READS_HELP, "", _values_of("serving", "late_reads")),
-    (
-        "kvflow_load_sources_left",
-        "Sources that loads gave up for their next source.",
-        "",
-        _values_of("loading", "sources_left", without=0),
-    ),
-    ("kvflow_side_channel_messages", "Side-channel messages.", "result", _MESSAGES),
-    (
-        "kvflow_prefix_questions",
-        "Questions of peers for prefixes by outcome, and reclaimed leases.",
-        "outcome",
-        _PREFIX_QUESTIONS,
-    ),
-    ("kvflow_prefix_pulls", "Pulls of prefixes that have ended.", "outcome", _prefix_pulls),
-    ("kvflow_prefix_tokens", "Tokens that were pulled instead of computed.", "", _values_of("prefix", "tokens")),
-    ("kvflow_store_requests", "Saves and restores that have ended.", "outcome", _STORE_REQUESTS),
-    ("kvflow_store_evictions", "Entries evicted to make room for others.", "", _values_of("storage", "evicted")),
+COUNTERS: tuple[tuple[str, str, tuple[str, ...], ReadValues], ...] = (
+    ("kvflow_read_bytes", "Bytes read.", (), _values_of("transport", "bytes_read")),
+    ("kvflow_reads", "Reads posted.", (), _values_of("transport", "reads")),
+    ("kvflow_reads_failed", "Reads that failed in the transport.", (), _values_of("transport", "reads_failed")),
+    ("kvflow_notifications_ignored", "Notifications that changed nothing.", ("reason",), _ignored_notifications),
+    ("kvflow_readers_refused", _READERS_REFUSED_HELP, (), lambda now: {(): now.readers_refused}),
+    ("kvflow_late_reads", _LATE_READS_HELP, (), _values_of("serving", "late_reads")),
+    ("kvflow_load_sources_left", _SOURCES_LEFT_HELP, (), _values_of("loading", "sources_left", without=0)),
+    ("kvflow_side_channel_messages", "Side-channel messages.", ("result",), _MESSAGES),
+    ("kvflow_prefix_questions", _PREFIX_QUESTIONS_HELP, ("outcome",), _PREFIX_QUESTIONS),
+    ("kvflow_prefix_pulls", "Pulls of prefixes that have ended.", ("outcome",), _prefix_pulls),
+    ("kvflow_prefix_tokens", "Tokens that were pulled instead of computed.", (), _values_of("prefix", "tokens")),
+    ("kvflow_store_requests", "Saves and restores that have ended.", ("outcome",), _STORE_REQUESTS),
+    ("kvflow_store_evictions", "Entries evicted to make room for others.", (), _values_of("storage", "evicted")),
 )
 
 

@@ -60,11 +60,11 @@ class PrometheusMetrics(Collector):
         if not getattr(values.ValueClass, "_multiprocess", False):
             registry.register(self)
             return
-        for name, text, label, _ in GAUGES:
-            names = (*LABELS, label) if label else LABELS
+        for name, text, labels, _ in GAUGES:
+            names = (*LABELS, *labels)
             self._gauges[name] = Gauge(name, text, names, registry=registry, multiprocess_mode="livemostrecent")
-        for name, text, label, _ in COUNTERS:
-            self._counters[name] = Counter(name, text, (*LABELS, label) if label else LABELS, registry=registry)
+        for name, text, labels, _ in COUNTERS:
+            self._counters[name] = Counter(name, text, (*LABELS, *labels), registry=registry)
 
     def watch(self, runtime: Runtime) -> None:
         """Add the metrics of `runtime.statistics()` to each later scrape. Call this on the runtime's event loop.
@@ -104,24 +104,22 @@ class PrometheusMetrics(Collector):
             else:
                 self._histograms[name].labels(*labels).observe(amount)
 
-    def _write(self, watched: _WatchedRuntime, written: dict[tuple[str, str], float]) -> None:
+    def _write(self, watched: _WatchedRuntime, written: dict[tuple[str, tuple[str, ...]], float]) -> None:
         """Write a runtime's gauges and counters to files now, and every `WRITE_EVERY_S` until the runtime is closed.
 
-        `written`: the values that were written last, by the metric's name and the value of its own label.
+        `written`: the values that were written last, by the metric's name and the values of its own labels.
         """
         now = watched.statistics()
-        for name, _, label, values_of in (*GAUGES, *COUNTERS):
-            found = values_of(now)
-            before = [
-                value for known, value in written if known == name and value not in found and name in self._gauges
-            ]
-            for value, count in {**found, **dict.fromkeys(before, 0)}.items():
-                labels = [*watched.labels, value] if label else watched.labels
+        for name, _, _, values_of in (*GAUGES, *COUNTERS):
+            counts = values_of(now)
+            gone = [own for known, own in written if known == name and own not in counts and name in self._gauges]
+            for own, count in {**counts, **dict.fromkeys(gone, 0)}.items():
+                labels = [*watched.labels, *own]
                 if name in self._gauges:
                     self._gauges[name].labels(*labels).set(count)
                 else:
-                    self._counters[name].labels(*labels).inc(max(count - written.get((name, value), 0), 0))
-                written[name, value] = count
+                    self._counters[name].labels(*labels).inc(max(count - written.get((name, own), 0), 0))
+                written[name, own] = count
         if now.state is not RuntimeState.CLOSED:
             asyncio.get_running_loop().call_later(WRITE_EVERY_S, self._write, watched, written)
 
@@ -142,11 +140,11 @@ class PrometheusMetrics(Collector):
         """
         snapshots = [(watched.labels, watched.statistics()) for watched in self._watched]
         for kind, shown in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
-            for name, text, label, values_of in shown:
-                family = kind(name, text, labels=(*LABELS, label) if label else LABELS)
+            for name, text, own_names, values_of in shown:
+                family = kind(name, text, labels=(*LABELS, *own_names))
                 for labels, now in snapshots:
-                    for value, count in values_of(now).items():
-                        family.add_metric([*labels, value] if label else labels, count)
+                    for own, count in values_of(now).items():
+                        family.add_metric([*labels, *own], count)
                 yield family
 
 

@@ -171,6 +171,11 @@ def timeline(lines: Iterable[RecordLine]) -> dict[str, list[TraceEvent]]:
     return {"traceEvents": names + sorted(events, key=lambda event: event["ts"])}
 
 
+def _event(phase: str, time_s: float, common: TraceEvent, **fields: object) -> TraceEvent:
+    """Return the event of `phase` ("b": begin, "e": end, "s" and "f": ends of an arrow) at a Unix time."""
+    return {**common, "ph": phase, "ts": time_s * _US_PER_S, **fields}
+
+
 def _slices(line: RecordLine, process: int, number: int, begin_s: float) -> Iterator[TraceEvent]:
     """Yield the trace events of one record: a bar in the timeline, with a bar inside for each phase that took time.
 
@@ -179,14 +184,14 @@ def _slices(line: RecordLine, process: int, number: int, begin_s: float) -> Iter
     common: TraceEvent = {"cat": line.kind, "id": number, "pid": process, "tid": process}
     name, details = f"{line.kind} {line.request_id}", dict(line.details)
     details.pop(_GROWTH.get(line.kind, ""), None)  # `_growth` makes slices for it
-    yield {**common, "ph": "b", "name": name, "ts": begin_s * _US_PER_S, "args": {"outcome": line.outcome, **details}}
+    yield _event("b", begin_s, common, name=name, args={"outcome": line.outcome, **details})
     at_s = begin_s
     for phase, seconds in line.seconds.items():
         if seconds > 0:
-            yield {**common, "ph": "b", "name": phase, "ts": at_s * _US_PER_S}
+            yield _event("b", at_s, common, name=phase)
             at_s += seconds
-            yield {**common, "ph": "e", "name": phase, "ts": at_s * _US_PER_S}
-    yield {**common, "ph": "e", "name": name, "ts": line.ended_s * _US_PER_S}
+            yield _event("e", at_s, common, name=phase)
+    yield _event("e", line.ended_s, common, name=name)
 
 
 def _growth(line: RecordLine, process: int, number: int, begin_s: float) -> Iterator[TraceEvent]:
@@ -199,20 +204,14 @@ def _growth(line: RecordLine, process: int, number: int, begin_s: float) -> Iter
     common: TraceEvent = {"cat": what, "id": number, "pid": process, "tid": process}
     for seconds, tokens in _moments(line):
         name = f"{what} {before}..{tokens} of {line.request_id}"
-        yield {
-            **common,
-            "ph": "b",
-            "name": name,
-            "ts": (begin_s + before_s) * _US_PER_S,
-            "args": {"tokens": tokens - before},
-        }
-        yield {**common, "ph": "e", "name": name, "ts": (begin_s + seconds) * _US_PER_S}
+        yield _event("b", begin_s + before_s, common, name=name, args={"tokens": tokens - before})
+        yield _event("e", begin_s + seconds, common, name=name)
         before_s, before = seconds, tokens
 
 
 def _moments(line: RecordLine) -> list[Moment]:
-    found = line.details.get(_GROWTH.get(line.kind, ""))
-    return found if isinstance(found, list) else []
+    moments = line.details.get(_GROWTH.get(line.kind, ""))
+    return moments if isinstance(moments, list) else []
 
 
 def overlap(lines: Iterable[RecordLine]) -> dict[str, float]:
@@ -236,13 +235,13 @@ def overlap(lines: Iterable[RecordLine]) -> dict[str, float]:
             end_s = line.ended_s - sum(line.seconds.values()) + moments[-1].seconds
             offer = (line.engine_id, line.request_id)
             computed[offer] = max(end_s, computed.get(offer, end_s))  # the latest of several ranks
-    found = {}
+    shares = {}
     for offer, line in loads:
         if offer in computed:
             moments, begin_s = _moments(line), line.ended_s - sum(line.seconds.values())
             early = [tokens for seconds, tokens in moments if begin_s + seconds <= computed[offer]]
-            found[line.request_id] = max(early, default=0) / moments[-1].tokens
-    return found
+            shares[line.request_id] = max(early, default=0) / moments[-1].tokens
+    return shares
 
 
 def _arrows(
@@ -259,12 +258,5 @@ def _arrows(
             continue
         producer, offered_s = max(before, key=lambda moment: moment[1])
         common: TraceEvent = {"cat": "ticket", "name": "ticket", "id": number}
-        yield {**common, "ph": "s", "pid": producer, "tid": producer, "ts": offered_s * _US_PER_S}
-        yield {
-            **common,
-            "ph": "f",
-            "bp": "e",
-            "pid": process,
-            "tid": process,
-            "ts": max(begin_s, offered_s) * _US_PER_S,
-        }
+        yield _event("s", offered_s, common, pid=producer, tid=producer)
+        yield _event("f", max(begin_s, offered_s), common, bp="e", pid=process, tid=process)

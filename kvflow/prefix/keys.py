@@ -55,10 +55,10 @@ def key_state(salt: bytes) -> hashlib.blake2b:
     After `update(token_bytes(tokens))`, the state's `digest()` is the key of `tokens`. Raise RequestError if `salt` is
     not bytes, or is too long.
     """
-    given = instance(salt, bytes, "salt")
-    if len(given) > SALT_BYTES_MAX:
-        raise RequestError(f"salt: expected at most {SALT_BYTES_MAX} bytes, got {len(given)}")
-    beginning = _HASH_PREFIX + len(given).to_bytes(4, "little") + given
+    plain = instance(salt, bytes, "salt")
+    if len(plain) > SALT_BYTES_MAX:
+        raise RequestError(f"salt: expected at most {SALT_BYTES_MAX} bytes, got {len(plain)}")
+    beginning = _HASH_PREFIX + len(plain).to_bytes(4, "little") + plain
     return hashlib.blake2b(beginning, digest_size=KEY_BYTES, usedforsecurity=False)
 
 

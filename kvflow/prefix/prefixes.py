@@ -103,9 +103,9 @@ class Prefixes(Part):
         host, questions = self._require("seek")
         checked = checked_prefix_request(request, "seek", host.context.config.limits)
         search = await questions.ask(checked, checked.answer_within_s)
-        found = search.holders
-        search.end(found)
-        return tuple(one.offer for one in found)
+        holders = search.holders
+        search.end(holders)
+        return tuple(holder.offer for holder in holders)
 
     async def connect(self, peers: Sequence[GivenPeer], within_s: float | None = None) -> None:
         """Connect to peers before the first question to them: a handshake takes longer than a question may.
@@ -208,8 +208,8 @@ class Prefixes(Part):
 
     async def drained(self) -> None:
         """Only for the runtime: wait until all pulls have ended, as `Part.drained` says."""
-        for one in tuple(self._pulls):  # a call of `seek` ends by itself, and holds no local blocks
-            await one.ended.wait()
+        for pull in tuple(self._pulls):  # a call of `seek` ends by itself, and holds no local blocks
+            await pull.ended.wait()
 
     async def release(self, timeout_s: float) -> str:
         """Only for the runtime: wait until all pulls have ended, as `Part.release` says.

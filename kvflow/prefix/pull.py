@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import ExitStack
-from typing import Any
+from contextlib import ExitStack, suppress
 
 from kvflow.core.cache.groups import GroupFacts, GroupKind
-from kvflow.core.plan.descriptors import BlockIds
+from kvflow.core.plan.descriptors import BlockIds, given_block_ids
 from kvflow.errors import KVFlowError, LoadError, PeerError
 from kvflow.prefix.load_rates import LoadRates
 from kvflow.prefix.prefix_requests import PrefixReport, PrefixRequest, check_blocks
@@ -98,7 +97,7 @@ class Pull:
         while holders := await self._search.wait_for_best(self._tried, self._answers_until_s):
             del holders[TICKETS_MAX:]
             self._tried += holders
-            if paying := [one for one in holders if self._is_worth_reading(one)]:
+            if paying := [holder for holder in holders if self._is_worth_reading(holder)]:
                 return paying
         return []
 
@@ -108,8 +107,8 @@ class Pull:
         return self._loader.start(
             LoadRequest(
                 request_id=request.request_id,
-                ticket=[one.offer.ticket for one in holders],
-                block_ids=_as_block_ids(tables),
+                ticket=[holder.offer.ticket for holder in holders],
+                block_ids=given_block_ids([ids.tolist() for ids in tables]),
                 deadline_s=self._left_s(),
                 priority=request.priority,
                 after=request.after,
@@ -127,7 +126,10 @@ class Pull:
             report = await load
         except (PeerError, LoadError) as error:
             self._note_failures(holders, load, str(error))
-            if not await _wait_until_safe(load, self._left_s()):
+            with suppress(TimeoutError, KVFlowError):
+                async with asyncio.timeout(self._left_s()):
+                    await load.settled()
+            if not load.safe:
                 raise
             return None
         self._loaded_from, self._source_holder = holders, self._note_failures(holders, load, "")
@@ -142,19 +144,19 @@ class Pull:
         last, attempts = holders[0], load.attempts or ()
         last.why = error
         for attempt in attempts:
-            last = next(one for one in holders if one.is_at(attempt.engine_id, attempt.address))
+            last = next(holder for holder in holders if holder.is_at(attempt.engine_id, attempt.address))
             last.why = "" if attempt.outcome == LOADED else attempt.error or error
         self._counts["failed_sources"] += max(len(attempts), 1) - (not error)
         return last
 
-    def _is_worth_reading(self, one: Holder) -> bool:
+    def _is_worth_reading(self, holder: Holder) -> bool:
         """Return False, and set `Holder.why`, if computing the tokens should be faster than reading from the holder.
 
         Return True if the speed of loads from the holder is unknown.
         """
-        offer = one.offer
+        offer = holder.offer
         if not offer.pays:
-            one.why = f"reading takes {offer.pull_s:.3g} s, computing takes {offer.compute_s:.3g} s"
+            holder.why = f"reading takes {offer.pull_s:.3g} s, computing takes {offer.compute_s:.3g} s"
             self._counts["declined"] += 1
         return offer.pays
 
@@ -181,23 +183,6 @@ class Pull:
         )
 
 
-async def _wait_until_safe(load: Load, within_s: float) -> bool:
-    """Wait until no byte can land in the blocks of a failed load. Return False if that takes longer than `within_s`."""
-    if load.safe:
-        return True
-    try:
-        async with asyncio.timeout(within_s):
-            await load.settled()
-    except (TimeoutError, KVFlowError):
-        return False
-    return True
-
-
-def _as_block_ids(tables: Sequence[BlockIds]) -> Any:
-    """Return `tables`, one array of block ids for each group, in the form of `LoadRequest.block_ids`."""
-    return tables[0].tolist() if len(tables) == 1 else [ids.tolist() for ids in tables]
-
-
 def _blocks_filled_by(
     groups: Sequence[GroupFacts], tables: Sequence[BlockIds], cached: int, tokens: int
 ) -> list[BlockIds]:
@@ -209,12 +194,7 @@ def _blocks_filled_by(
     """
     filled = []
     for group, ids in zip(groups, tables, strict=True):
-        size = group.block_size
-        first, stop = cached // size, -(-tokens // size)
-        if group.whole:
-            filled.append(ids[: stop - first])
-        elif group.kind is not GroupKind.STATE:
-            filled.append(ids[max(group.first_needed(tokens) // size - first, 0) : stop - first])
-        else:
-            filled.append(ids)
+        first, stop = cached // group.block_size, -(-tokens // group.block_size)
+        needed = ids[max(group.first_needed(tokens) // group.block_size - first, 0) : stop - first]
+        filled.append(ids if group.kind is GroupKind.STATE else needed)
     return filled

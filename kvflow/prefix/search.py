@@ -52,10 +52,10 @@ class Search:
     def answers(self) -> tuple[PrefixAnswer, ...]:
         """The answers of all engines, for the report."""
         return tuple(
-            PrefixAnswer(peer=one.offer.peer, num_tokens=one.offer.num_tokens, why=one.why)
-            if isinstance(one, Holder)
-            else one
-            for one in self._answers.values()
+            PrefixAnswer(peer=answer.offer.peer, num_tokens=answer.offer.num_tokens, why=answer.why)
+            if isinstance(answer, Holder)
+            else answer
+            for answer in self._answers.values()
         )
 
     def set_reason(self, peer_given: str, peer: str, why: str = _NOT_ANSWERED) -> None:
@@ -95,10 +95,10 @@ class Search:
         arrives.
         """
         while True:
-            left = [one for one in self.holders if one not in tried]
+            left = [holder for holder in self.holders if holder not in tried]
             if left:
-                most = max(one.offer.num_tokens for one in left)
-                return sorted((one for one in left if one.offer.num_tokens == most), key=Holder.sort_key)
+                most = max(holder.offer.num_tokens for holder in left)
+                return sorted((holder for holder in left if holder.offer.num_tokens == most), key=Holder.sort_key)
             waiting = [task for task in self.tasks if not task.done()]
             left_s = until_s - asyncio.get_running_loop().time()
             if not waiting or left_s <= 0:
@@ -108,6 +108,6 @@ class Search:
     def end(self, keep: Collection[Holder] = ()) -> None:
         """End the search: release all offers, also later ones, except those of the holders in `keep`."""
         self._ended = True
-        for one in self.holders:
-            if one not in keep:
-                self._release_ticket(one.offer.ticket)
+        for holder in self.holders:
+            if holder not in keep:
+                self._release_ticket(holder.offer.ticket)

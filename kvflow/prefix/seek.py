@@ -91,12 +91,12 @@ class PrefixQuestions:
         peers = {_peer_name(peer): peer for peer in request.peers}
         search = Search(peers, self._remote_leases.release_soon)
         try:
-            for given, peer in peers.items():
-                asked_s, had_s = self._unanswered.setdefault(given, (begun_s, within_s))
+            for name, peer in peers.items():
+                asked_s, had_s = self._unanswered.setdefault(name, (begun_s, within_s))
                 if begun_s - asked_s >= max(had_s, within_s):
-                    search.set_reason(given, given, "it has not answered an earlier question yet")
+                    search.set_reason(name, name, "it has not answered an earlier question yet")
                     continue
-                body = self._ask_peer(search, given, peer, request, question_id)
+                body = self._ask_peer(search, name, peer, request, question_id)
                 task = self._context.spawn(body, name=f"kvflow-seek {request.request_id}")
                 search.tasks.append(task)
                 self._tasks.add(task)
@@ -104,7 +104,7 @@ class PrefixQuestions:
             waiting, ends_s = {*search.tasks}, begun_s + within_s
             while waiting and (left_s := ends_s - loop.time()) > 0:
                 _, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-                if any(one.offer.num_tokens >= most for one in search.holders):
+                if any(holder.offer.num_tokens >= most for holder in search.holders):
                     ends_s = min(ends_s, begun_s + 2 * (loop.time() - begun_s))
                     most = math.inf  # only the first full match shortens the wait
         except BaseException:
@@ -233,9 +233,8 @@ class PrefixQuestions:
         """Connect to an engine, and find the ranks to ask. If that fails, or there are none, raise a KVFlowError."""
         if isinstance(peer, str):
             peer = self._addresses.get(peer) or await self._identify(peer)
-        fixed = isinstance(peer, PeerAddress)
         if isinstance(peer, PeerAddress):
-            ranks = await self._resolver.ranks_at(peer, every_rank=every_rank)
+            ranks, fixed = await self._resolver.ranks_at(peer, every_rank=every_rank), True
         else:
             ticket = self._resolver.read_ticket(peer)
             await self._resolver.check_compatible(ticket)
@@ -250,13 +249,13 @@ class PrefixQuestions:
             connection = await self._peers.connect(self._peers.get(at), None)
             if connection.report_share.numerator > 0:
                 wanted.append(at)
-                first = connection
+                connected = connection
             else:
                 host, port = split_address(at.address, what="peer")
                 others.append(RankLease.without_lease_id(at.rank, connection.incarnation, host, port))
         if not wanted:
             raise RequestError("no rank of the engine has blocks for this reader rank")
-        return _Engine(wanted, others, first, fixed)
+        return _Engine(wanted, others, connected, fixed)
 
     async def _identify(self, given: str) -> PeerAddress:
         """Ask the rank that listens at address `given` for its engine and rank."""
@@ -265,16 +264,15 @@ class PrefixQuestions:
         question = messages.MetadataRequest(reader=self._local.reader, target=nobody)
         fingerprint = self._local.compatibility.fingerprint()
         reply = await self._side_channel.ask(question, fingerprint=fingerprint)
-        known = reply.listens if isinstance(reply, messages.Refusal) else None
-        if known is None:
-            said = reply.reason if isinstance(reply, messages.Refusal) else f"a {type(reply).__name__}"
-            kind: type[PeerError] = PeerUnreachable if isinstance(reply, messages.Refusal) else ProtocolError
-            raise kind(f"{given}: it does not name its engine: {checks.printable(said, 300)}", peer=address)
-        dp, pp, tp = known.rank
-        found = self._addresses[given] = PeerAddress(
-            engine_id=known.engine_id, address=address, dp_rank=dp, pp_rank=pp, tp_rank=tp
-        )
-        return found
+        why = f"{given}: it does not name its engine:"
+        if not isinstance(reply, messages.Refusal):
+            raise ProtocolError(f"{why} a {type(reply).__name__}", peer=address)
+        if reply.listens is None:
+            raise PeerUnreachable(f"{why} {checks.printable(reply.reason, 300)}", peer=address)
+        dp, pp, tp = reply.listens.rank
+        known = PeerAddress(engine_id=reply.listens.engine_id, address=address, dp_rank=dp, pp_rank=pp, tp_rank=tp)
+        self._addresses[given] = known
+        return known
 
 
 def _peer_name(peer: GivenPeer) -> str:

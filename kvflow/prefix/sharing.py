@@ -189,18 +189,18 @@ class SharedPrefixes:
             return self._empty_answer("busy")
         del keys[most:]
         try:
-            found = self._cache.match(keys, question.key_tokens)
+            matched = self._cache.match(keys, question.key_tokens)
         except Exception as error:  # noqa: BLE001 - an engine's own code: whatever it is, the reader gets a miss
             return self._failed_answer(question, error)
-        if found is not None and inspect.isawaitable(found):
+        if matched is not None and inspect.isawaitable(matched):
             loop = asyncio.get_running_loop()
             reply: asyncio.Future[messages.Reply] = loop.create_future()
-            match_task: asyncio.Future[object] = asyncio.ensure_future(found)
+            match_task: asyncio.Future[object] = asyncio.ensure_future(matched)
             self._waiting_replies[reply] = match_task
             timer = loop.call_later(_MATCH_TIMEOUT_S, self._match_timeout, reply)
             match_task.add_done_callback(partial(self._match_done, question, keys, reply, timer))
             return reply
-        return self._lease_prefix(question, keys, found)
+        return self._lease_prefix(question, keys, matched)
 
     def _match_timeout(self, reply: asyncio.Future[messages.Reply]) -> None:
         """Callback of a timer: if an asynchronous `match` took too long, answer its question without a prefix."""
@@ -218,22 +218,15 @@ class SharedPrefixes:
         """Callback at the end of an asynchronous `match`: set `reply`. If `reply` is set already, unpin the prefix."""
         timer.cancel()
         del self._waiting_replies[reply]
-        error = None if match_task.cancelled() else match_task.exception()
-        found = not match_task.cancelled() and error is None
-        if reply.done():
-            if found:
-                self._unpin_unused(match_task.result())
+        error = asyncio.CancelledError() if match_task.cancelled() else match_task.exception()
+        pinned = match_task.result() if error is None else None
+        if reply.done():  # the prefix comes too late
+            if isinstance(pinned, PinnedPrefix):
+                self._unpin(pinned)
+        elif error is not None:
+            reply.set_result(self._failed_answer(question, error))
         else:
-            reply.set_result(
-                self._lease_prefix(question, keys, match_task.result())
-                if found
-                else self._failed_answer(question, error)
-            )
-
-    def _unpin_unused(self, pinned: object) -> None:
-        """Unpin a prefix that `match` has returned too late, after the question was answered."""
-        if isinstance(pinned, PinnedPrefix):
-            self._unpin(pinned)
+            reply.set_result(self._lease_prefix(question, keys, pinned))
 
     def _lease_prefix(self, question: SeekRequest, keys: Sequence[bytes], pinned: object) -> messages.Reply:
         """Open a lease on `pinned`, a result of `match`.
@@ -243,16 +236,13 @@ class SharedPrefixes:
         if pinned is None:
             return self._empty_answer("missed")
         if not isinstance(pinned, PinnedPrefix):
-            return self._failed_answer(
-                question,
-                RequestError(f"a PrefixCache's match: expected a PinnedPrefix, got {checks.short_repr(pinned)}"),
-            )
+            wrong = f"a PrefixCache's match: expected a PinnedPrefix, got {checks.short_repr(pinned)}"
+            return self._failed_answer(question, RequestError(wrong))
         request_id = REQUEST_ID_PREFIX + question.request_id
         try:
-            if (
-                self._closed or self._serving.lease_answers.refusal_reason
-            ):  # either may have changed while an asynchronous `match` ran
-                raise RequestError(self._serving.lease_answers.refusal_reason or "the prefix cache is no longer shared")
+            reason = self._serving.lease_answers.refusal_reason
+            if self._closed or reason:  # either may have changed while an asynchronous `match` ran
+                raise RequestError(reason or "the prefix cache is no longer shared")
             self._check_match(pinned, len(keys), question.key_tokens)
             request = ServeRequest(request_id, pinned.block_ids, pinned.num_tokens, ttl_s=self._ttl_s)
             self._serving.serve(request, hold_blocks=False, one_reader_rank=question.alone)
@@ -273,7 +263,7 @@ class SharedPrefixes:
         self._prefix_of_lease[opened] = pinned
         self._pins[entries] += 1
         self._pinned_blocks += fresh
-        opened.outcome.add_done_callback(partial(self._on_lease_end, opened))
+        opened.outcome.add_done_callback(lambda _: self._unpin_ended(opened))
         if self._pinned_blocks > self._pinned_blocks_max:
             self._revoke(opened)
             return self._empty_answer("busy")
@@ -284,9 +274,6 @@ class SharedPrefixes:
         self._counts["found"] += 1
         state, lease = messages.LeaseAnswerState.OPEN, opened.rank_lease()
         return messages.LeaseAnswer(state=state, lease=lease, offer=opened.offer(queued))
-
-    def _on_lease_end(self, opened: OpenLease, _: object) -> None:
-        self._unpin_ended(opened)
 
     def _tokens_that_fit(self, blocks: int) -> int:
         """Return a number of tokens for which a prefix takes at most `blocks` blocks in all groups of layers together.
@@ -309,13 +296,12 @@ class SharedPrefixes:
         self._counts[what] += 1
         return messages.NOTHING_YET
 
-    def _failed_answer(self, question: SeekRequest, error: BaseException | None) -> messages.Reply:
+    def _failed_answer(self, question: SeekRequest, error: BaseException) -> messages.Reply:
         """Log and count a failure of the engine's prefix cache. Return a reply without a prefix.
 
-        The engine has a bug, or has matched a block that a load is still writing. `error`: None if `match` was
-        cancelled.
+        The engine has a bug, or has matched a block that a load is still writing.
         """
-        why = "it was cancelled" if error is None else checks.error_text(error)
+        why = "it was cancelled" if isinstance(error, asyncio.CancelledError) else checks.error_text(error)
         logger.error(
             "prefix question %s: the prefix that the prefix cache has found could not be leased: %s",
             question.request_id,

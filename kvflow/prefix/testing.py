@@ -64,13 +64,13 @@ class FakePrefixCache:
             The pinned prefix; None if not even the first key is in the cache.
         """
         self.asked += 1
-        found: tuple[int, ...] = ()
+        matched: tuple[int, ...] = ()
         for key in keys if key_tokens % self._block_tokens == 0 else ():
             if key not in self._blocks_of:
                 break
-            found = self._blocks_of[key]
-        self.pins.update(found)
-        return PinnedPrefix(found, len(found) * self._block_tokens) if found else None
+            matched = self._blocks_of[key]
+        self.pins.update(matched)
+        return PinnedPrefix(matched, len(matched) * self._block_tokens) if matched else None
 
     def unpin(self, pinned: PinnedPrefix) -> None:
         """Remove the pin that a call of `match` has put on a prefix.

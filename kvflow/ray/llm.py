@@ -83,8 +83,8 @@ def _ray_internal(module: str, name: str, needed: tuple[str, ...]) -> Any:
     try:
         import ray
 
-        found = getattr(importlib.import_module(f"{_INTERNALS}.{module}"), name)
-        missing = [entry for entry in needed if not hasattr(found, entry)]
+        internal = getattr(importlib.import_module(f"{_INTERNALS}.{module}"), name)
+        missing = [entry for entry in needed if not hasattr(internal, entry)]
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"Ray Serve LLM: {error}; kvflow.ray.llm is written for ray {WRITTEN_FOR}") from error
     if missing:
@@ -92,4 +92,4 @@ def _ray_internal(module: str, name: str, needed: tuple[str, ...]) -> Any:
             f"Ray Serve LLM: {name} has no {', '.join(missing)} in ray {ray.__version__}; "
             f"kvflow.ray.llm is written for ray {WRITTEN_FOR}"
         )
-    return found
+    return internal

@@ -42,14 +42,14 @@ class RayMetrics:
             for name, text, labels, buckets in HISTOGRAMS
         }
         self._gauges = [
-            (serve_metrics.Gauge(name, text, tag_keys=_label_names(label)), label, values_of)
-            for name, text, label, values_of in GAUGES
+            (serve_metrics.Gauge(name, text, tag_keys=(*LABELS, *labels)), labels, values_of)
+            for name, text, labels, values_of in GAUGES
         ]
         self._counters = [
-            (serve_metrics.Counter(name, text, tag_keys=_label_names(label)), label, values_of)
-            for name, text, label, values_of in COUNTERS
+            (serve_metrics.Counter(name, text, tag_keys=(*LABELS, *labels)), labels, values_of)
+            for name, text, labels, values_of in COUNTERS
         ]
-        self._counted: dict[tuple[int, str], float] = {}
+        self._counted: dict[tuple[int, tuple[str, ...]], float] = {}
 
     def load_ended(self, record: LoadRecord) -> None:
         """Add the record of an ended load to the metrics. The runtime calls this.
@@ -88,16 +88,12 @@ class RayMetrics:
             await asyncio.sleep(self._period_s)
 
     def _export(self, now: RuntimeStatistics, where: dict[str, str]) -> None:
-        for gauge, label, values_of in self._gauges:
-            for value, amount in values_of(now).items():
-                gauge.set(amount, tags={**where, label: value} if label else where)
-        for index, (counter, label, values_of) in enumerate(self._counters):
-            for value, amount in values_of(now).items():
-                more = amount - self._counted.get((index, value), 0)
-                self._counted[index, value] = amount
+        for gauge, labels, values_of in self._gauges:
+            for own, amount in values_of(now).items():
+                gauge.set(amount, tags={**where, **dict(zip(labels, own, strict=True))})
+        for index, (counter, labels, values_of) in enumerate(self._counters):
+            for own, amount in values_of(now).items():
+                more = amount - self._counted.get((index, own), 0)
+                self._counted[index, own] = amount
                 if more > 0:
-                    counter.inc(more, tags={**where, label: value} if label else where)
-
-
-def _label_names(label: str) -> tuple[str, ...]:
-    return (*LABELS, label) if label else LABELS
+                    counter.inc(more, tags={**where, **dict(zip(labels, own, strict=True))})

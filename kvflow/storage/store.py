@@ -141,13 +141,13 @@ class BlockStore:
 
     async def save(self, request: SaveRequest) -> SaveReport:
         """Save blocks to a file. Implementation of `Storage.save`."""
-        given = checks.instance(request, SaveRequest, "save")
-        return await self._carry_out(self._accept(given, Direction.SAVE), self._save)
+        checked = checks.instance(request, SaveRequest, "save")
+        return await self._carry_out(self._accept(checked, Direction.SAVE), self._save)
 
     async def restore(self, request: RestoreRequest) -> RestoreReport:
         """Fill local blocks from a file. Implementation of `Storage.restore`."""
-        given = checks.instance(request, RestoreRequest, "restore")
-        return await self._carry_out(self._accept(given, Direction.RESTORE), self._restore)
+        checked = checks.instance(request, RestoreRequest, "restore")
+        return await self._carry_out(self._accept(checked, Direction.RESTORE), self._restore)
 
     def close(self, error: type[RuntimeUnavailable]) -> None:
         """Make all saves and restores, also later ones, fail soon with `error`: RuntimeClosed or CacheUnregistered.
@@ -384,12 +384,7 @@ class BlockStore:
             return
         if self._index.mark_unreadable(file.entry):
             path = f"{self._directory.path}/{file.entry.file}"
-            logger.warning(
-                "request %r: %s is unreadable, restores ignore it now: %s",
-                transfer.request_id,
-                path,
-                error,
-            )
+            logger.warning("request %r: %s is unreadable, restores ignore it now: %s", transfer.request_id, path, error)
 
     def _close_when_safe(self, transfer: StoreTransfer) -> None:
         """Callback when no byte of a transfer is being copied: release a save's blocks, and close the file.
@@ -476,11 +471,6 @@ async def open_store(host: PartHost, store_thread: StoreThread, folder: str, byt
         if isinstance(error, OSError):
             raise ConfigError(f"storage: {path!r} cannot be used: {error}") from error
         raise
-    logger.info(
-        "store %s: %s, %s of %s",
-        path,
-        counted(len(index), "entry", "entries"),
-        counted(index.used_bytes, "byte"),
-        bytes_max,
-    )
+    entries, used = counted(len(index), "entry", "entries"), counted(index.used_bytes, "byte")
+    logger.info("store %s: %s, %s of %s", path, entries, used, bytes_max)
     return BlockStore(host, stored, directory, index, store_thread)

@@ -295,10 +295,10 @@ class PlainMover:
     """Implementation of `Mover` that copies bytes by system calls, for the in-process transport."""
 
     def register_file(self, fd: int, size_bytes: int) -> None:
-        pass
+        """Do nothing: system calls need only the file descriptor."""
 
     def deregister_file(self, fd: int) -> None:
-        pass
+        """Do nothing."""
 
     def begin(self, descriptors: Descriptors, direction: Direction) -> object:
         ours, theirs = descriptors.table
@@ -317,7 +317,7 @@ class PlainMover:
         return LostMoves.STOPPED
 
     def close(self) -> None:
-        pass
+        """Do nothing, since nothing is held."""
 
 
 def _move_all(fd: int, memory: ctypes.Array[ctypes.c_char], offset: int, direction: Direction) -> None:

@@ -49,15 +49,15 @@ class StoredCache:
         self.groups = local.groups
         self.tensors = named_layers(saved)
         """The memory that is copied to and from files: pairs of a layer's name and its tensors."""
-        found = [(one.group, one.regions) for one in saved]
-        self.layer_sets = [(group, regions.distinct) for group, regions in found]
+        saved_regions = [(layers.group, layers.regions) for layers in saved]
+        self.layer_sets = [(group, regions.distinct) for group, regions in saved_regions]
         """For each layer set the index of its group, and its regions. A region of several layers is listed once."""
-        self._digested_layers = [regions.distinct_layers for _, regions in found]
+        self._digested_layers = [regions.distinct_layers for _, regions in saved_regions]
         """For each layer set the indices of the layers to digest. Of layers with the same memory only the first is
         listed.
         """
-        shapes = [(group, len(regions), regions.planes, tuple(regions.block)) for group, regions in found]
-        shared = [regions.first_at_address for _, regions in found if len(regions.distinct) < len(regions)]
+        shapes = [(group, len(regions), regions.planes, tuple(regions.block)) for group, regions in saved_regions]
+        shared = [regions.first_at_address for _, regions in saved_regions if len(regions.distinct) < len(regions)]
         facts = [local.compatibility, local.cache_shares, local.groups, shapes, *shared]
         self.fingerprint = fingerprint_of(facts)
 
@@ -103,17 +103,9 @@ class StoredCache:
             try:
                 tokens = range(span.first * size, (span.first + len(memory_ids)) * size)
                 places = [at for at, (group, _) in enumerate(self.layer_sets) if group == span.group]
+                heads = [range(regions.block.heads) for _, regions in self.layer_sets]
                 asked = [
-                    DigestSpec(
-                        at,
-                        self._digested_layers[at],
-                        range(self.layer_sets[at][1].block.heads),
-                        0,
-                        memory_ids,
-                        size,
-                        tokens,
-                    )
-                    for at in places
+                    DigestSpec(at, self._digested_layers[at], heads[at], 0, memory_ids, size, tokens) for at in places
                 ]
                 found = iter(await self._digested_cache.digests(asked))
             finally:

@@ -29,8 +29,8 @@ def assert_conserved(runtime: Runtime, leases: Collection[Lease]) -> None:
     if blocks is None or serving is None or loading is None:
         assert not leases, f"{counted(len(leases), 'lease')} of a runtime that has no cache"
         return
-    parts = blocks.free + blocks.leased + blocks.in_flight + blocks.quarantined
-    assert parts == blocks.total, f"accounted for are {parts} of {counted(blocks.total, 'block')}: {blocks}"
+    accounted = blocks.free + blocks.leased + blocks.in_flight + blocks.quarantined
+    assert accounted == blocks.total, f"accounted for are {accounted} of {counted(blocks.total, 'block')}: {blocks}"
     leased = _entries(runtime, [lease for lease in leases if not lease.done])
     assert blocks.leased == len(leased), f"leased: {counted(blocks.leased, 'block')}, by open leases {sorted(leased)}"
     known = sum(not lease.done for lease in leases)

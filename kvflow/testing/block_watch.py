@@ -155,9 +155,9 @@ def watch_blocks(
     give_out, get_back = getattr(allocator, take), getattr(allocator, free)
 
     def take_watched(*arguments: Any, **options: Any) -> Any:
-        given = give_out(*arguments, **options)
-        watch.take(given or ())
-        return given
+        taken = give_out(*arguments, **options)
+        watch.take(taken or ())
+        return taken
 
     def free_watched(block_ids: Iterable[int], *arguments: Any, **options: Any) -> Any:
         freed = list(block_ids)

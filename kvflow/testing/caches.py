@@ -87,8 +87,8 @@ class PatternCache:
         """
         ids = self._ids(block_ids)
         for layer, part in self._regions():
-            found = self.slots(layer, part)[ids]
-            wrong = (found != self._pattern(layer, part, ids))[:, first_slot:].nonzero().tolist()
+            held = self.slots(layer, part)[ids]
+            wrong = (held != self._pattern(layer, part, ids))[:, first_slot:].nonzero().tolist()
             if wrong:
                 block, slot, head, _ = wrong[0]
                 place = self.name_of(layer, part, int(ids[block]), first_slot + slot, head)

@@ -100,12 +100,7 @@ class InprocCluster:
 
     @contextlib.asynccontextmanager
     async def engine(
-        self,
-        engine_id: str,
-        *,
-        config: Config | None = None,
-        size: CacheSize = _SMALL,
-        parts: Sequence[Part] = (),
+        self, engine_id: str, *, config: Config | None = None, size: CacheSize = _SMALL, parts: Sequence[Part] = ()
     ) -> AsyncIterator[TestEngine]:
         """Open a runtime with a small registered KV cache, filled with the engine's pattern (`TestEngine.cache`).
 

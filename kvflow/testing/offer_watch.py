@@ -221,9 +221,5 @@ def watch_offers(runtime: Runtime, cache: PatternCache | Sequence[PatternCache |
         return lease
 
     final = checked_at_end(watch.assert_unchanged)
-    with (
-        runtime._supervisor.observers.adding(watch),
-        mock.patch.object(runtime, "serve_blocks", serve_watched),
-        final,
-    ):
+    with runtime._supervisor.observers.adding(watch), mock.patch.object(runtime, "serve_blocks", serve_watched), final:
         yield watch

@@ -89,10 +89,8 @@ class InprocListener:
             frames, reply = await self._inbox.get()
             try:
                 header_frame, body_frame = frames
-                header, request = (
-                    codec.decode_header(header_frame),
-                    codec.decode_request(body_frame, self._requests),
-                )
+                header = codec.decode_header(header_frame)
+                request = codec.decode_request(body_frame, self._requests)
             except codec.UnknownRequest as error:
                 self._send(reply, refusal(str(error)))
                 continue
@@ -140,7 +138,10 @@ class InprocSideChannel:
         return self._exchange.listen(self._config, answer, requests)
 
     def abandon(self) -> None:
-        pass
+        """Do nothing, since the side channel holds no resources."""
+
+    def close(self) -> None:
+        """Do nothing, since the side channel holds no resources."""
 
     async def ask(
         self, request: messages.Request, *, fingerprint: bytes, timeout_s: float | None = None
@@ -163,9 +164,6 @@ class InprocSideChannel:
         except (ValueError, codec.WireError) as error:
             why = f"the answer is not a kvflow message: {error}"
             raise request.target.failure(ProtocolError, why) from error
-
-    def close(self) -> None:
-        """Do nothing, since the side channel holds no resources."""
 
     def _send_at_once(self, address: str, frames: Frames, answered: asyncio.Future[Frames]) -> None:
         listener = self._exchange.listeners.get(address)

@@ -121,8 +121,9 @@ class Network:
             del self._hosts[agent]
         host.agents.clear()
         listeners = self.exchange.listeners
-        for address in [address for address, one in listeners.items() if process_of(one.context) is host.process]:
-            del listeners[address]
+        for address, listener in tuple(listeners.items()):
+            if process_of(listener.context) is host.process:
+                del listeners[address]
 
     def host_at(self, address: str) -> SimHost | None:
         """Return the simulated host with a side-channel listener at `address` ("tcp://host:port"), or None."""

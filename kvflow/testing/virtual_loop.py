@@ -259,8 +259,8 @@ class VirtualLoop(BaseEventLoop):
         Returns:
             The tasks, oldest first.
         """
-        found = [task for task in self._tasks if not task.done() and (life is None or task.life is life)]
-        return sorted(found, key=hash)
+        waiting = [task for task in self._tasks if not task.done() and (life is None or task.life is life)]
+        return sorted(waiting, key=hash)
 
     @property
     def follows(self) -> asyncio.Handle | None:

@@ -17,8 +17,8 @@ from tests_support import each
 
 from kvflow.bench.ucx import ReadPath
 from kvflow.doctor.cuda.cuda_checks import check_cuda, judge_gpu_path, left_out_transports, slow_path_advice
-from kvflow.doctor.cuda.facts import HOST_PID_NAMESPACE, Cuda, Probe, kernel_version, run_probe
-from kvflow.doctor.cuda.nvidia import Gpu, read_devices, read_nic_distances, read_nvlinks
+from kvflow.doctor.cuda.facts import HOST_PID_NAMESPACE, Cuda, Probe, run_probe
+from kvflow.doctor.cuda.nvidia import Gpu, major_minor, read_devices, read_nic_distances, read_nvlinks
 from kvflow.doctor.findings import Status
 from kvflow.doctor.host import Host
 from kvflow.doctor.nixl_transfer import check_self_transfer
@@ -124,7 +124,7 @@ def test_how_near_nics_are_is_read_by_their_names() -> None:
 
 
 def test_kernels_are_compared_by_numbers() -> None:
-    assert [kernel_version(told) for told in ("6.18.44-fc-v236-gpu", "5.4.0", "?")] == [(6, 18), (5, 4), None]
+    assert [major_minor(told) for told in ("6.18.44-fc-v236-gpu", "5.4.0", "?")] == [(6, 18), (5, 4), None]
 
 
 # --- what it means

@@ -34,20 +34,15 @@ def check_driver(name: str, _: Host, cuda: Cuda) -> Finding:
         return fail(name, f"{found}: a build without CUDA", _INSTALL_TORCH)
     if not probe.devices:
         return fail(name, f"{found}; torch sees no device", "check CUDA_VISIBLE_DEVICES, and that the driver is as new")
-    torch_cuda = major_minor(probe.torch_cuda)
-    if cuda.driver_cuda is not None and torch_cuda[0] > cuda.driver_cuda[0]:
+    torch_major = int(probe.torch_cuda.partition(".")[0])
+    if cuda.driver_cuda is not None and torch_major > cuda.driver_cuda[0]:
         return fail(name, f"{found}: newer than the driver", f"update the driver, or {_INSTALL_TORCH}")
-    wanted = f"nixl_cu{torch_cuda[0]}"
+    wanted = f"nixl_cu{torch_major}"
     builds = ", ".join(cuda.nixl_builds) or "none"
     if probe.nixl != wanted:
         fix = f"pip install {wanted.replace('_', '-')}: UCX of another CUDA cannot reach torch's memory"
         return fail(name, f"{found}; NIXL loads {probe.nixl or 'nothing'} (installed: {builds})", fix)
     return ok(name, f"{found}; NIXL loads {probe.nixl}")
-
-
-def major_minor(version: str) -> tuple[int, int]:
-    major, _, minor = version.partition(".")
-    return int(major), int(minor.partition(".")[0] or 0)
 
 
 def check_gpus(name: str, _: Host, cuda: Cuda) -> Finding:
@@ -124,10 +119,8 @@ def check_registration(name: str, host: Host, cuda: Cuda) -> Finding:
 
     gdrcopy is not checked: the UCX in NIXL's wheels is built without gdr_copy, and a read does not need it.
     """
-    ways = [
-        *(["nvidia_peermem is loaded"] if cuda.peermem else []),
-        *(["dma-buf is supported"] if cuda.dmabuf else []),
-    ]
+    supported = {"nvidia_peermem is loaded": cuda.peermem, "dma-buf is supported": cuda.dmabuf}
+    ways = [way for way, usable in supported.items() if usable]
     if not host.rdma_devices:
         return ok(name, "no RDMA devices; between machines reads go over tcp, which copies through host memory")
     if not ways:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import cast
 
 from kvflow.bench.child import BenchError, call_in_child
-from kvflow.doctor.cuda.nvidia import Gpu, read_devices, read_nic_distances, read_nvlinks
+from kvflow.doctor.cuda.nvidia import Gpu, major_minor, read_devices, read_nic_distances, read_nvlinks
 from kvflow.doctor.host import directory_entries
 from kvflow.doctor.version import installed
 from kvflow.transport.device.cuda import DriverError, load_driver
@@ -104,7 +103,7 @@ def read_cuda() -> Cuda:
         nvlinks=read_nvlinks(_nvidia_smi("nvlink", "--status")),
         nic_distances=read_nic_distances(_nvidia_smi("topo", "-m")),
         peermem=os.path.isdir("/sys/module/nvidia_peermem"),
-        kernel=kernel_version(platform.release()),
+        kernel=major_minor(platform.release()),
         iommu=bool(directory_entries("/sys/class/iommu")),
         pid_namespace=_link_target("/proc/self/ns/pid"),
         imex_channels=len(directory_entries(_IMEX_CHANNELS)),
@@ -112,11 +111,6 @@ def read_cuda() -> Cuda:
         environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
         probe=run_probe(),
     )
-
-
-def kernel_version(release: str) -> tuple[int, int] | None:
-    match = re.match(r"(\d+)\.(\d+)", release)
-    return (int(match[1]), int(match[2])) if match else None
 
 
 def _nvidia_smi(*arguments: str) -> str:

@@ -45,11 +45,8 @@ def read_devices(xml: str) -> tuple[str | None, tuple[int, int] | None, tuple[Gp
         return None, None, ()
     if root.tag != "nvidia_smi_log":
         return None, None, ()
-    version, cuda = (
-        _child_text(root, "driver_version") or "unknown",
-        _parse_cuda_version(_child_text(root, "cuda_version")),
-    )
-    return version, cuda, tuple(_parse_gpu(node) for node in root.findall("gpu"))
+    cuda = major_minor(_child_text(root, "cuda_version"))
+    return _child_text(root, "driver_version") or "unknown", cuda, tuple(map(_parse_gpu, root.findall("gpu")))
 
 
 def _parse_gpu(node: ElementTree.Element) -> Gpu:
@@ -71,8 +68,9 @@ def _parse_mib(text: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _parse_cuda_version(text: str) -> tuple[int, int] | None:
-    match = re.fullmatch(r"(\d+)\.(\d+)", text)
+def major_minor(version: str) -> tuple[int, int] | None:
+    """Return the first two numbers of a version, such as (12, 8) for "12.8.1"; None if it has another form."""
+    match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else None
 
 

@@ -121,8 +121,8 @@ class _Follower:
         self._socket.connect(self._endpoint)
         if self.source.replay_endpoint is not None:
             with self._context.socket(zmq.DEALER) as socket:  # only to check the endpoint
-                found = prepare_socket(socket, self.source.replay_endpoint, messages_max=1, bytes_max=BATCH_BYTES_MAX)
-                socket.connect(found)
+                place = prepare_socket(socket, self.source.replay_endpoint, messages_max=1, bytes_max=BATCH_BYTES_MAX)
+                socket.connect(place)
 
     def ignore_events(self) -> None:
         """In a forked child process: take all sockets off the event loop, so that the child receives nothing."""
@@ -287,7 +287,7 @@ class _Follower:
             limits = {"messages_max": REPLAYED_BATCHES_MAX, "bytes_max": BATCH_BYTES_MAX}
             socket.connect(prepare_socket(socket, endpoint, **limits, v6=self._use_ipv6))
             await socket.send_multipart([b"", sequence_bytes(self._next_sequence)])
-            first = True
+            is_first = True
             while True:
                 async with asyncio.timeout(REPLAY_TIMEOUT_S):
                     message = read_message(frames := await socket.recv_multipart(), REPLAYED_FRAME_COUNTS)
@@ -300,12 +300,12 @@ class _Follower:
                 if number == END_OF_REPLAY:
                     return True
                 if number > self._next_sequence:
-                    if not first:
+                    if not is_first:
                         return False
                     await self._forget_blocks(f"events {self._next_sequence} to {number - 1} are no longer kept")
                 if number >= self._next_sequence:
                     await self._apply_batch(number, payload)
-                first = False
+                is_first = False
 
 
 def _frame_sizes(frames: Sequence[bytes]) -> str:

@@ -104,7 +104,7 @@ class _EngineBlocks:
         self.copies.pop(place, None)
         block = self.places.pop(place, None)
         if block is not None:
-            block.places = tuple(one for one in block.places if one != place)
+            block.places = tuple(other for other in block.places if other != place)
             if not block.places:
                 self._drop_block(block)
 
@@ -162,10 +162,10 @@ class _EngineBlocks:
                 if end * key_tokens - have >= stride:
                     break
                 continue
-            found: _Block | None = block
-            while found is not None and found.start > have:
-                found = self.blocks.get(found.parent)
-            if found is None:
+            before: _Block | None = block
+            while before is not None and before.start > have:
+                before = self.blocks.get(before.parent)
+            if before is None:
                 break
             have = end * key_tokens
         return have
@@ -215,8 +215,8 @@ class PrefixMap:
         if count(keys, "keys") and {*map(type, keys)} != {bytes}:
             raise RequestError("keys: expected a list of bytes")
         step = whole(key_tokens, "key_tokens", least=1)
-        found = [(name, holder.matched_tokens(keys, step)) for name, holder in self._holders.items()]
-        return sorted((one for one in found if one[1]), key=lambda one: -one[1])
+        matched = [(name, holder.matched_tokens(keys, step)) for name, holder in self._holders.items()]
+        return sorted((pair for pair in matched if pair[1]), key=lambda pair: -pair[1])
 
     def apply(self, holder: str, event: KVEvent) -> None:
         """Apply an event of the engine `holder` to the map.
@@ -344,10 +344,10 @@ def _key_bytes_of(tokens: list[int], extra: Sequence[str | tuple[str, int]] | No
     prompt = tokens
     if extra:
         keys: defaultdict[int, list[tuple[str | bytes, ...]]] = defaultdict(list)
-        for found in sorted(extra, key=lambda one: isinstance(one, tuple)):
-            match found:
+        for key in sorted(extra, key=lambda one: isinstance(one, tuple)):
+            match key:
                 case str() if first:
-                    keys[0].append(("cache_salt", found))
+                    keys[0].append(("cache_salt", key))
                 case str(identifier), int(offset) if offset < len(tokens):
                     if offset >= 0:  # a negative offset was marked in the block in which the picture begins
                         keys[offset].append(("mm", identifier))

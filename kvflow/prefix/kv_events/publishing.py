@@ -100,9 +100,8 @@ class Publisher:
         self._socket = self._replay_socket = self._task = None
 
     def _bind(self, socket: zmq.Socket[Any], endpoint: str) -> str:
-        # ZeroMQ drops messages silently if its queue is full, so the queue has room for a whole replay.
         """Bind a socket to `endpoint`. Return the bound address, with the real port."""
-        most = self._batches_max + 1000
+        most = self._batches_max + 1000  # room for a whole replay: ZeroMQ drops messages silently if its queue is full
         socket.bind(prepare_socket(socket, endpoint, messages_max=most, bytes_max=_REPLAY_REQUEST_BYTES_MAX))
         return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
