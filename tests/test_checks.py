@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from wrong_values import REFUSED, Hostile, HostileDict, HostileList, alike
+from wrong_values import REFUSED, alike
 
 from kvflow import checks
 from kvflow.errors import ConfigError, LayoutError, RequestError
@@ -23,11 +23,6 @@ from tests.support.tests_support import each
 @each(
     "value",
     [
-        Hostile(),
-        [Hostile()],
-        {"a": Hostile()},
-        HostileList(),
-        HostileDict(),
         10**5000,
         "x" * 10**6,
         b"x" * 10**6,
@@ -77,7 +72,7 @@ def test_a_timeout_may_be_none_and_nothing(value: Any) -> None:
     assert checks.checked(value, "x", checks.Timeout | None) == value
 
 
-@each("value", ["1", True, -1, -0.5, float("nan"), float("inf"), 1e300, [], Hostile()])
+@each("value", ["1", True, -1, -0.5, float("nan"), float("inf"), 1e300, []])
 def test_a_timeout_that_cannot_be_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"^x: "):
         checks.checked(value, "x", checks.Timeout | None, ConfigError)
@@ -97,7 +92,7 @@ def test_a_dict_is_copied() -> None:
     assert checked == {"a": 1}
 
 
-@each("value", [None, 5, "abc", b"abc", {1: 2}, {1, 2}.__iter__(), Hostile()])
+@each("value", [None, 5, "abc", b"abc", {1: 2}, {1, 2}.__iter__()])
 def test_what_is_no_list_has_no_count(value: Any) -> None:
     with pytest.raises(RequestError, match=r"^x: expected a list, got "):
         checks.count(value, "x")

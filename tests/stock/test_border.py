@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from stock_engines import HASH, layout_of, stock_cache
 from tests_support import PATIENT, TICKET, each
-from wrong_values import Hostile, HostileDict, HostileList
 
 from kvflow import blocking
 from kvflow.errors import InvalidInput, RequestError
@@ -48,8 +47,8 @@ ANY = {"remote_blocks_expiry_time", "do_remote_decode"}
 
 def wrong() -> list[Any]:
     """Values that are right for hardly anything."""
-    odd: list[Any] = [object(), Hostile(), HostileList(), HostileDict(), int, 1j, 1.5, float("nan"), b"x", -1, 1 << 70]
-    nested: list[Any] = [[None], [Hostile()], (Hostile(),), {1: 2}, [[[]]], ["\ud800"], 10**400]
+    odd: list[Any] = [object(), int, 1j, 1.5, float("nan"), b"x", -1, 1 << 70]
+    nested: list[Any] = [[None], (object(),), {1: 2}, [[[]]], ["\ud800"], 10**400]
     return [*odd, *nested, "\ud800", "a\n\x1b[2J" * 9, "x" * 100_000, [0.5] * 100_000]
 
 
@@ -92,7 +91,7 @@ def test_what_cannot_be_is_refused_in_a_line(verb: str) -> None:
     call, parameters = VERBS[verb]
     for parameter in sorted(parameters):
         for value in wrong():
-            if type(value) in (Hostile, HostileList, HostileDict) or not is_right(parameter, value):
+            if not is_right(parameter, value):
                 with pytest.raises(InvalidInput) as caught:
                     call(**{parameter: value})
                 assert str(caught.value).isprintable(), f"{parameter}: {value!a}"
