@@ -86,7 +86,7 @@ def loaded_by_import(package: Path) -> list[Path]:
 
 
 def _imported_at_once(package: Path, path: Path) -> Iterator[Path]:
-    """What a file imports when it is loaded, with the packages around it; not within functions or for types only."""
+    """Yield the files that loading a file imports, with their packages. Imports within functions do not count."""
     for node in parsed(path).body:
         match node:
             case ast.Import(names=aliases):

@@ -346,7 +346,7 @@ def test_a_load_that_is_done_says_when_its_blocks_are_safe(brief: Pair, cancelle
 
 @pytest.fixture
 def opened() -> Iterator[Runtime]:
-    """One that the test may close, or that dies; no thread is left behind."""
+    """A runtime that the test may close, or that dies. No thread is left behind."""
     before = set(threading.enumerate())
     runtime = Runtime(PLAIN)
     runtime.open()

@@ -101,7 +101,7 @@ class Sides:
         return self.run(body)
 
     def fresh(self, given: Any) -> Any:
-        """What was given, or in place of `FRESH` the ticket of an offer that stays open."""
+        """Return `given`, or for `FRESH` the ticket of an offer that stays open."""
         request = ServeRequest(f"open {next(self.ids)}", [3], BLOCK_SIZE, prompt=[7, 8, 9, 10])
 
         async def body() -> Any:
@@ -239,7 +239,7 @@ USES: dict[type, Callable[..., Any]] = {
     Ticket: use_ticket,
     RankLease: lambda _, **values: use_ticket(_, **values_of(TICKET) | {"ranks": (RankLease(**values),)}),
 }
-"""What is done with a value of a class, if making it is not all."""
+"""The use of a value of a class, if making it is not enough."""
 RIGHT: dict[type, tuple[dict[str, Any], type[InvalidInput]]] = {
     Config: (
         values_of(CONFIG) | ONE_OF_CONFIG,
@@ -287,7 +287,7 @@ RIGHT: dict[type, tuple[dict[str, Any], type[InvalidInput]]] = {
 
 
 def use(kind: type, sides: Sides, /, **changes: Any) -> Any:
-    """What is made of right values with these changes."""
+    """Use right values with these changes, and return the result."""
     make = USES.get(kind, lambda _, **values: kind(**values))
     return make(sides, **{**RIGHT[kind][0], **changes})
 
@@ -596,7 +596,7 @@ CHANGES = st.fixed_dictionaries(
 @example({"prompt": {1: 2, 3: 4}})
 @example({"request_id": np.str_("r"), "num_tokens": np.int64(8), "ttl_s": np.float32(0.5)})
 def test_whatever_is_offered_readers_can_read(opened: Sides, changes: dict[str, Any]) -> None:
-    """A ticket survives every router, and is equal to what was made; what no reader would take is no offer."""
+    """A ticket survives every router, and equals the original. A request that no reader could read is refused."""
     try:
         ticket = opened.serve(ServeRequest(**{"request_id": "r", "block_ids": [3, 4], "num_tokens": 8, **changes}))
     except RequestError:

@@ -33,7 +33,7 @@ def wrong_for_anything() -> list[Any]:
 
 
 FIRST = {"advance": {"num_tokens": 4}}
-"""What has to be said with the other parameters of a verb."""
+"""Other required arguments of a verb."""
 VERBS = [
     (method, parameter)
     for method in ("advance", "complete", "extend", "fail", "restart")
@@ -90,7 +90,7 @@ LATE: dict[str, list[Any]] = {
 
 @in_virtual_time
 async def test_a_lease_that_is_over_hears_nothing() -> None:
-    """What is right for an open one has no effect."""
+    """Valid calls have no effect."""
     async with virtual_pair() as pair:
         for end in ("revoke", "fail"):
             lease = pair.writer.serve_blocks(ServeRequest(end, BLOCKS[:1], TOKENS, computed_tokens=0))

@@ -1,4 +1,4 @@
-"""What msgspec needs of kvflow's types is built when kvflow is imported, on one thread."""
+"""The decoders and encoders of kvflow's types are built when kvflow is imported, on one thread."""
 
 from __future__ import annotations
 

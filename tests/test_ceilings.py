@@ -39,7 +39,7 @@ _LOADS = 20
 
 
 class Trace:
-    """What is entered between `start` and `stop`, by this thread, and with `threads` by agents', too."""
+    """Calls that are entered between `start` and `stop`, on this thread, and with `threads` on agents' threads, too."""
 
     def __init__(self, *, threads: bool = False) -> None:
         self._threads = threads
@@ -56,7 +56,7 @@ class Trace:
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
-        """What was found before is forgotten."""
+        """Forget earlier calls, and start."""
         self._forget()
         self._begun = True
         sys.setprofile(self._note)

@@ -32,7 +32,7 @@ _SECTION = re.compile(r"^(Args|Returns|Raises):\n((?:(?:    .*)?\n)+)", re.MULTI
 
 
 def lacking(node: Definition) -> Iterator[str]:
-    """What the docstring of a public function, or those of a public class, do not say; the name first."""
+    """Return the missing parts of the docstring of a public function or class, with its name first."""
     if not isinstance(node, ast.ClassDef):
         yield from _lacking(node, node.name, _docstring(node))
         return

@@ -1,4 +1,4 @@
-"""What people paste from docs/embedding.md, through what can go wrong: every block comes back, once, and in time."""
+"""Programs that are pasted from docs/embedding.md, with faults: every block comes back, once, and in time."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_the_same_failure_as_a_request_met_it_names_the_request() -> None:
 
 @OF_CLASS
 def test_no_error_is_longer_than_what_can_be_read(kind: type[KVFlowError]) -> None:
-    """Whatever a peer says: the beginning, which names the request, stays, and so does the advice at the end."""
+    """The beginning, which names the request, stays, and so does the advice at the end."""
     words = {name: value for name, value in vars(made(kind)).items() if name not in ("__notes__", "blame")}
     error = kind(f"request 'r': {'theirs ' * 100_000}: set advertise_host", **words)
     assert (len(str(error)), str(error)[:12], str(error)[-19:]) == (
@@ -221,7 +221,7 @@ def test_the_drawing_is_the_tree() -> None:
 
 @functools.cache
 def called_names() -> set[str]:
-    """What kvflow calls or hands on as an error to raise; a class that is only caught is neither."""
+    """Return the classes that kvflow calls or passes on as errors to raise, not classes that it only catches."""
     names = set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(parsed(path)):
@@ -241,7 +241,7 @@ def test_a_group_is_not_raised_itself() -> None:
 
 
 def test_who_catches_a_class_and_acts_on_its_answers_is_not_wrong_about_those_below() -> None:
-    """What is below a class that is raised answers as it does. A group is careful: safe, or retried, if all are."""
+    """A class below a raised class has the same properties. A group is safe, or retried, if all its classes are."""
     raised = called_names()
     for kind, above in ((kind, above) for kind in CLASSES for above in CLASSES if issubclass(kind, above)):
         if above.__name__ in raised:

@@ -87,7 +87,7 @@ WITHIN_RINGS = [
 WITHIN_RINGS += [["config"], ["core"], ["transport"], ["runtime"], [""]]
 WITHIN_RINGS += [["attention_backends", "blocking", "observe"], ["connector"], ["ray", "sglang", "vllm"]]
 WITHIN_RINGS += [["testing"], ["bench"], ["doctor"], ["cli"]]
-"""Imports point up this list where they stay within a ring; what is in one row does not import each other."""
+"""Imports point up this list where they stay within a ring. Modules of one row do not import each other."""
 ROW_OF = {part: row for row, parts in enumerate(WITHIN_RINGS) for part in parts}
 PROGRAMS = ("bench", "doctor", "cli")
 IMPURE = {"asyncio", "torch", "nixl", "zmq", "time", "os", "socket", "random", "threading", "select", "subprocess"}
@@ -673,7 +673,7 @@ RULES = {
         "asyncio.timeout(5)\nasyncio.wait_for(x, 1.0)\nrun(y, timeout=30)\nf.result(10.0)\ng.join(timeout=2)",
     ),
 }
-"""What tests do not do: which may, what is none of it, and what is, line by line."""
+"""Forbidden in tests: the files with an exception, harmless lines, and wrong lines."""
 
 
 @pytest.mark.parametrize("found_in", RULES)
@@ -751,7 +751,7 @@ def defined_by(module: str) -> set[str]:
 
 
 def test_no_logger_is_told_text_from_outside_bare() -> None:
-    """What makes it plain is one filter, which every logger has; a template of ours is all that is not looked at."""
+    """One filter of every logger makes texts plain; only kvflow's own templates pass it unchanged."""
     seen = 0
     for path, tree in SOURCES.items():
         if path == "kvflow/logs.py":

@@ -31,7 +31,7 @@ CORE = ("tests/core", "tests/transport", "tests/runtime/test_lifecycle.py", "tes
 WITHOUT_INSTALLED = """import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in getattr(finder, "__module__", "")]
 """
-"""What is installed in this environment would be found where the copy has nothing."""
+"""Hides installed packages, which would otherwise be found in place of deleted folders."""
 
 
 @pytest.fixture
@@ -260,7 +260,7 @@ async def test_a_load_from_a_staged_producer_needs_growing(monkeypatch: pytest.M
 
 
 def run(folder: Path, *command: str) -> str:
-    """What it prints. It must succeed."""
+    """Run a command that must succeed. Return its output."""
     environment = {"PYTHONPATH": f"{folder}:{folder / 'examples'}", "PATH": "/usr/bin:/bin", "HOME": str(folder)}
     done = subprocess.run(
         [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, check=False

@@ -225,7 +225,7 @@ REPRS: dict[str, Callable[[Ticket], object]] = {
         decline=[Decline(serve_id=NAME, reason="")],
     ),
 }
-"""What an engine may log as it is: vLLM logs a step that fails, with the work of its connector."""
+"""Objects that an engine may log: vLLM logs a failed step with the connector's work."""
 
 
 @each("name", REPRS)

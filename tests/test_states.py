@@ -136,7 +136,7 @@ def test_a_peer_is_ready_only_by_a_handshake_of_which_it_has_one_at_a_time_also_
 
 
 def test_held_blocks_are_given_back_by_a_workers_report_only() -> None:
-    """An abort keeps the blocks held; what ends the holding is that a load, or a lease, has ended."""
+    """An abort keeps the blocks held; the end of a load, or of a lease, releases them."""
     for table, report in ((CONSUMER_TABLE, "received"), (PRODUCER_TABLE, "sent")):
         ends = ways(table, lambda state, _, after: request_blocks_held(state) and not request_blocks_held(after))
         assert {event for _, event, _ in ends} == {report}

@@ -178,7 +178,7 @@ async def open_engine(engine_id: str, side: Side, make: Any, parts: Sequence[Par
 
 
 class EngineCopier:
-    """An engine's own function, which waits for nothing."""
+    """An engine's own copy function, which returns before the copies have run."""
 
     def __init__(self, kv_caches: Mapping[str, torch.Tensor], style: str) -> None:
         self._kv_caches = kv_caches

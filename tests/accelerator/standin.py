@@ -46,7 +46,7 @@ class Refused(enum.IntFlag):
 
 
 class StandIn:
-    """What torch asks of the module of a kind of device, and what tests do to all devices of this kind."""
+    """The functions that torch expects in the module of a device type, and functions to hold all these devices."""
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
@@ -70,7 +70,7 @@ class StandIn:
         return False
 
     def hold(self) -> None:
-        """Begin no copy and no kernel from here on, on any stream; what a blocking call of torch waits for goes on."""
+        """Start no further copy or kernel, on any stream. Work that a blocking call of torch waits for goes on."""
         self._library.standin_hold(ctypes.c_bool(True))
 
     def let_go(self) -> None:

@@ -69,7 +69,7 @@ def restore(engine: Engine, **options: Any) -> Any:
 
 
 def rows(engine: Engine, ids: list[int]) -> list[torch.Tensor]:
-    """What a kernel sees of some blocks that is launched now."""
+    """Return blocks as a kernel sees them that is launched now."""
     found = engine.seen()
     finish()
     return [found.slots(layer, part)[ids] for layer in range(LAYERS) for part in range(len(found.parts))]

@@ -219,7 +219,7 @@ async def open_growing_producer(shape: CacheShape) -> AsyncIterator[GrowingProdu
 
 
 class GrowingProducer:
-    """A producer that offers prompts of which nothing is computed yet."""
+    """A producer that offers prompts before they are computed."""
 
     def __init__(self, runtime: kvflow.Runtime) -> None:
         self._runtime = runtime

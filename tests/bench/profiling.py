@@ -196,7 +196,7 @@ def function_rows(found: Functions, most: int) -> list[FunctionRow]:
 
 
 def targets(alone: ThreadRow, burst: ThreadRow, loads: int) -> list[TargetRow]:
-    """What a burst takes is promised of 2,000 loads; of others it is not measured."""
+    """Return the targets. The CPU of a burst is a promise for 2,000 loads only."""
     of_all = loads == _BURST_LOADS
     return [
         at_most("one load, CPU of its process, us", ALONE_CPU_US_MAX, [(alone.cpu_us, alone.loads)]),

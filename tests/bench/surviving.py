@@ -35,7 +35,7 @@ _LEGEND = (
 
 
 class Fate(StrEnum):
-    """What befalls the first producer."""
+    """Fault of the first producer."""
 
     KILL = "kill"
     STOP = "stop"

@@ -1,4 +1,4 @@
-"""What `dev.py bench` prints: tables that fit, with what is compared side by side."""
+"""The output of `dev.py bench`: tables that fit, with contenders side by side."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class WideRow:
 
 @pytest.mark.parametrize("width", [50, 80, 200])
 def test_tables_leave_words_whole(width: int) -> None:
-    """What does not fit beside each other comes in several tables."""
+    """Columns that do not fit beside each other are split over several tables."""
     spread = Spread(samples=9, min=1, p25=1.123, p50=2.234, p75=3.345, p99=4.456, max=5)
     rows = [
         WideRow(transport=transport, contender=contender, seconds_of_all_the_rounds=spread)

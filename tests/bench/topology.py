@@ -250,7 +250,7 @@ def judge(samples: Samples, useful_bytes: Callable[[Cut], int]) -> Outcome:
 
 
 def summarize(loads: Mapping[str, Sequence[LoadResult]], useful_bytes: Callable[[Cut], int]) -> list[CaseResult]:
-    """Rows of all cases. `loads` has each case's by label: the one that was compared as a whole, then one a round."""
+    """Return the rows of all cases. `loads`: each case's loads by label, first a load with all bytes compared."""
     return [_summarize_case(case, loads, useful_bytes(case.consumer)) for case in CASES]
 
 

@@ -1,4 +1,4 @@
-"""What a rank's blocks hold of prompts: what is found there, and what is taken off before it changes."""
+"""The prompts in a rank's blocks: found prefixes, and blocks that are removed before they change."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ def holders_of(trio: tuple[Pair, Engine], tickets: Sequence[Ticket]) -> list[Eng
 
 @pytest.mark.parametrize("outcome", ["TransferFailed", "LeaseExpired"])
 def test_a_holder_that_fails_is_followed_by_the_next(trio: tuple[Pair, Engine], outcome: str) -> None:
-    """As one that has reused its blocks by the time of the load."""
+    """For example because it has reused its blocks when the load begins."""
     reader = trio[0].decode
     first, second = holders_of(trio, adopted(reader, trio[0].prefill, trio[1]))
     if outcome == "TransferFailed":
@@ -217,7 +217,7 @@ def test_who_has_less_than_another_gives_nothing(trio: tuple[Pair, Engine]) -> N
 
 
 class Peers(Prefixes):
-    """What each peer offers, in tokens; None does not answer."""
+    """The number of tokens that each peer offers; None does not answer."""
 
     def __init__(self, offers: dict[str, int | None]) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ def test_who_has_not_answered_yet_is_not_waited_for_again(pair: Pair) -> None:
 
 
 def test_peers_that_are_known_are_connected_before_the_first_question(pair: Pair) -> None:
-    """One that is not there changes nothing."""
+    """An unreachable peer changes nothing."""
     reader, holder = pair.decode, pair.prefill.worker.introduction()
     peers_of(reader).known_peers = (holder.address, "tcp://127.0.0.1:1")
     reader.worker.connect_peers(follow_events=True)
@@ -444,7 +444,7 @@ def chat(at: int, blocks: int = 8) -> list[bytes]:
 
 
 def asked_now(made: PrefixQuestions, computed: int, *names: str) -> list[str]:
-    """Whom the engine's scheduler would ask for with its next step, if it asked about all that wait."""
+    """Return the requests that the scheduler would ask for in its next step, if it asked about all waiting requests."""
     waits = {name: made.ask_or_wait(name, computed) for name in names}
     questions = [one.request_id for one in made.take_questions()]
     assert all(waits[name] for name in questions)
@@ -594,7 +594,7 @@ def test_what_is_said_of_them(made: PrefixQuestions) -> None:
 
 
 def test_an_engine_may_step_while_its_cache_is_unregistered(pair: Pair) -> None:
-    """As vLLM does in its sleep: whatever the step has to do fails by itself, and all goes on after the sleep."""
+    """As vLLM does in its sleep: the work of the step fails, and the engine goes on after the sleep."""
     holder, engine = pair.prefill, pair.decode
     share(engine, (1, 2))
     engine.prefill("sent", (3, 4))

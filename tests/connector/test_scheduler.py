@@ -143,7 +143,7 @@ def test_what_is_not_computed_comes_from_remote(
 
 @each("full_blocks_only", [False, True])
 def test_a_ticket_is_for_the_prompt_that_was_computed(full_blocks_only: bool) -> None:
-    """Not for another of the same length, and for a longer one that begins like it."""
+    """Not for another prompt of the same length. A longer prompt with the same beginning may use it."""
     connector = scheduler(full_blocks_only=full_blocks_only)
     connector.add(producer(10))
     step_of(connector, ("r", 10))
@@ -190,7 +190,7 @@ def test_a_ticket_is_used_once() -> None:
 
 
 def test_a_second_request_with_a_ticket_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another sample, or another try after its lease has ended well: an error would be for nothing."""
+    """Another sample, or another try after the lease has ended well: it is computed, without an error."""
     monkeypatch.setattr("kvflow.connector.consumers._USED_TICKETS_MAX", 2)
     connector = scheduler()
     for request_id, ticket in [("a", "one"), ("b", "one"), ("c", "two"), ("d", "three"), ("e", "three"), ("f", "one")]:
@@ -231,7 +231,7 @@ PICTURE = {2: [("mm", "red")]}
 @each("ours", [{}, {2: [("mm", "blue")]}, {2: [("mm", "red")], 0: [("lora", "one", "/one")]}])
 @each("cached", [0, 4, 8])
 def test_a_request_that_has_lost_its_picture_is_neither_loaded_nor_computed(ours: MarkKeys, cached: int) -> None:
-    """Whatever is cached here, its load fails; the ticket is left to the request that it is of."""
+    """Whatever is cached here, its load fails. The ticket stays for the request with the picture."""
     digest = prompt_digest("remote", marked_by_keys(range(8), PICTURE))
     ticket = INTRODUCTION.without_leases(
         request_id="remote", block_ids=[0, 1], num_tokens=8, ttl_s=9.0, prompt_digest=digest
@@ -694,7 +694,7 @@ class Engine(RuleBasedStateMachine):
     @precondition(lambda engine: engine.sharing())
     @rule(data=st.data())
     def another_sample(self, data: st.DataObject) -> None:
-        """While one that came before it needs the ticket, or too late."""
+        """While an earlier sample needs the ticket, or too late."""
         job = self.alive[data.draw(st.sampled_from(self.sharing()))]
         assert job.ticket is not None
         request = consumer(job.request.num_prompt_tokens, job.ticket, f"c{next(self.ids)}")
@@ -1255,7 +1255,7 @@ def test_full_blocks_are_full_in_every_group_that_begins_the_prompt() -> None:
 
 
 def test_parameters_are_read_and_written_as_the_dialect_has_them() -> None:
-    """Such as one that also speaks with engines of another make."""
+    """For example a dialect for engines of another make."""
     config = SchedulingConfig(block_size=BLOCK_SIZE, lease_ttl_s=10.0)
     theirs = ticket_of(10, request_id="theirs")
 

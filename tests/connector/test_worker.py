@@ -165,7 +165,7 @@ class Engine:
         assert not self.scheduler.blocks_held(request_id)
 
     def until_settled(self) -> None:
-        """Step until the scheduler waits for nothing and the runtime has no lease, load or blocks in use."""
+        """Step until the scheduler has no waiting requests and the runtime has no lease, load or blocks in use."""
         for _ in steps():
             self.step()
             blocks = self.runtime.statistics().blocks
@@ -341,8 +341,8 @@ def until_blocking(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("flows", [False, True])
 def test_a_request_that_waits_for_blocks_keeps_its_prompt(flows: bool) -> None:
-    """The decode engine has no room for longer than the lease's ttl; its steps go on meanwhile. A lease that flows is
-    found when prefill opens it, and kept from then on; so is one that has come to its end.
+    """The decode engine has no room for longer than the lease's ttl; its steps go on. A lease that flows is found when
+    prefill opens it, and kept from then on; so is a lease with a complete prompt.
     """
     network, theirs, ours = InprocNetwork(), ManualClock(), ManualClock()
     prefill = make("prefill", network, 1.0, clock=lambda: theirs)

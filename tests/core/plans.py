@@ -1,4 +1,4 @@
-"""What tests of pairing and planning share: reading plans, executing them, and slow loads to compare them with."""
+"""Helpers for tests of pairing and planning: reading plans, executing them, and slow loads to compare them with."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHARE = CacheShare(
     latent=False,
     block_size=16,
 )
-"""What a rank holds, for tests to change."""
+"""A rank's holding, for tests to change."""
 
 
 def array(ids: Sequence[int]) -> BlockIds:
@@ -108,7 +108,7 @@ def whole_blocks(local_ids: Sequence[int] | BlockIds, remote_ids: Sequence[int] 
 def located_chunks(
     local_ids: Sequence[int], remote_ids: Sequence[int], ours: int, theirs: int, tokens: int
 ) -> list[Chunks]:
-    """What fills our blocks of `ours` tokens from theirs of `theirs`, by the ids of their blocks."""
+    """Return the chunks that fill our blocks of `ours` tokens from theirs of `theirs` tokens, by block ids."""
     found = match_chunks(
         array(local_ids), len(remote_ids), local_block_size=ours, remote_block_size=theirs, num_tokens=tokens
     )

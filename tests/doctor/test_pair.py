@@ -52,7 +52,7 @@ async def test_each_rule_that_says_no_is_a_finding_with_both_values() -> None:
 
 
 async def test_the_doctor_and_the_load_agree() -> None:
-    """What a load fails with is among what the doctor finds."""
+    """The doctor reports the error of the load."""
     caches = {f"layer.{at}": torch.zeros(2, 8, 2, 4, 16) for at in range(2)}
     base = Config(engine_id="decode", listen="tcp://127.0.0.1:0", transport="inproc", drain_timeout_s=1.0)
     async with engine("prefill") as prefill, Runtime(base) as decode:
@@ -75,7 +75,7 @@ async def test_who_does_not_answer_or_is_somebody_else_is_said() -> None:
 
 
 async def fixes(prefill: str) -> list[str]:
-    """What to do about the prefill engine."""
+    """Return the advice for the prefill engine."""
     async with engine("decode") as decode:
         return [one.fix for one in await examine_pair(CONFIG, prefill, decode) if one.status is Status.FAIL]
 

@@ -77,7 +77,7 @@ async def _run_one(options: argparse.Namespace, transport: str, loads: int, fold
 
 
 def judge(found: dict[str, Found]) -> dict[str, object]:
-    """What was found, with what grows."""
+    """Return the results, with the growing resources among the violations."""
     violations, told = [], {}
     for transport, one in found.items():
         violations += [f"{transport}: {what}" for what in one.violations]

@@ -49,7 +49,7 @@ class _Group:
         return each.view(1, -1, 1, 1, 1).expand(len(self.views), -1, -1, -1, -1)
 
     def content(self, number: int, tokens: np.ndarray) -> torch.Tensor:
-        """What these tokens hold: (layer and part, token, head, element)."""
+        """Return the content of these tokens: (layer and part, token, head, element)."""
         layers = self.pattern.layout.layer_indices
         keys = np.array([layer * 2 + part for layer in layers for part in (0, 1)], dtype=np.uint64)
         slot = self.views[0]
@@ -95,7 +95,7 @@ class Cache:
 
     @property
     def registered(self) -> tuple[object, CacheLayout | None]:
-        """What `register_kv_caches` takes."""
+        """Return the arguments of `register_kv_caches`."""
         if len(self.groups) == 1:
             return self.groups[0].layers, self.groups[0].pattern.layout
         made = [

@@ -266,7 +266,7 @@ class Consumer:
 
 
 class _Legs:
-    """Where a load's ticket comes from: an offer made before, or a rendezvous, of which either leg is first."""
+    """The source of a load's ticket: an offer made before, or a rendezvous in either order."""
 
     def __init__(self, producer: Client, plan: Plan) -> None:
         self._producer = producer

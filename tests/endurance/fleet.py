@@ -1,4 +1,4 @@
-"""A producer, a consumer and a second one that is killed now and then, over one transport, and what befalls them."""
+"""A producer, a consumer and a second consumer that is killed now and then, over one transport, and their faults."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Process:
 
 @dataclass(slots=True)
 class Found:
-    """What a fleet's run has come to."""
+    """Result of a fleet's run."""
 
     violations: list[str] = field(default_factory=list)
     samples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)

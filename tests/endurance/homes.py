@@ -1,4 +1,4 @@
-"""The runtimes of one engine, each with its cache, by the names that plans know them by; what can be done to them."""
+"""The runtimes of one engine, each with its cache, by their names in plans; and the operations on them."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class Homes:
 
 
 def _wrong(check: Callable[[RuntimeStatistics], None], home: Home) -> str:
-    """What the check says of the books of a runtime; "" if they are right."""
+    """Return the text of a failed check of a runtime's books, or an empty text."""
     try:
         check(home.runtime.statistics())
     except AssertionError as error:

@@ -1,4 +1,4 @@
-"""What befalls each load, drawn by the run's seed and the load's number: both engines draw the same."""
+"""The faults of each load, drawn by the run's seed and the load's number: both engines draw the same."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SOON_S = 0.01
 
 
 class End(StrEnum):
-    """What ends a load, or its lease, too early; most are left alone."""
+    """The early end of a load or its lease. Most loads have none."""
 
     NONE = "none"
     CANCELLED = "cancelled"
@@ -44,7 +44,7 @@ RAISED = {
     End.EXPIRED: {"LeaseExpired"},
     End.REVOKED: {"LeaseExpired"},
 }
-"""What a load may raise; leases of loads that end early are short, and run out on a machine that stands still."""
+"""Errors of a load, by its fault. Leases of loads that end early are short, and expire if the machine stands still."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +180,7 @@ def draw(seed: int, number: int) -> Plan:
 
 
 def _steps(random: Random, tokens: int) -> tuple[int, ...]:
-    """What is computed by and by; the last step is not among them."""
+    """Return the numbers of tokens after each step of the computation, except the last step."""
     return tuple(sorted(random.randint(0, tokens - 1) for _ in range(random.randint(1, 4))))
 
 

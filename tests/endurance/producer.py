@@ -107,7 +107,7 @@ class Producer:
         self.homes[plan.producer].runtime.decline(plan.name, "told to")
 
     async def do_introduce(self, home: str) -> dict[str, Any]:
-        """What a rendezvous is made of."""
+        """Return the parameters from which a rendezvous is made."""
         return self.homes[home].runtime.introduce().to_params()
 
     async def do_upset(self, home: str, how: str) -> None:
@@ -121,7 +121,7 @@ class Producer:
         return [int(self.homes[name].runtime.address.rpartition(":")[2]) for name in self._open]
 
     async def do_settle(self) -> list[str]:
-        """Wait until every lease is over and all blocks are back; what was wrong."""
+        """Wait until every lease is over and all blocks are free. Return the errors of the cache."""
         while self._wire_tables:
             await asyncio.sleep(0.02)
         while any(self._open.values()):
@@ -236,7 +236,7 @@ class Producer:
         self._wire_cache.give_back(tables)
 
     async def _step_wire(self) -> None:
-        """What its workers do in each of an engine's steps."""
+        """Do the work of a stock worker in one of an engine's steps."""
         while True:
             self._wire.step()
             for name in self._wire.freed[0]:

@@ -1,4 +1,4 @@
-"""What a process holds when nothing is under way, and whether that grows."""
+"""Resources of a process when nothing is under way, and whether they grow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the examples share: the examples on the path, two loops, a tiny model, the real one, workers."""
+"""Fixtures for the tests of the examples: the examples on the path, two loops, a tiny model, the real one, workers."""
 
 from __future__ import annotations
 

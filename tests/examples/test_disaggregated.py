@@ -93,7 +93,7 @@ def test_what_lies_before_windows_is_not_moved(run_python: RunPython, tiny_chat:
 
 
 def first_loads(output: str) -> dict[str, str]:
-    """What the table says of the first load, by its rows."""
+    """Return the table's entries about the first load, by row."""
     table = output.partition(": the first loads connect the engines.")[2]
     return {row[0]: row[1] for line in table.splitlines() if len(row := re.split(r" {2,}", line)) == 3}
 

@@ -24,7 +24,7 @@ class Pieces:
 
 
 def read_by_letters(text: str, stops: Sequence[str]) -> tuple[str, str]:
-    """What an answer is, and why it ends: the rule itself, taken letter by letter."""
+    """Return an answer and the reason of its end, by the plain rule: letter by letter."""
     for end in range(1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:

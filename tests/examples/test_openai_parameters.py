@@ -1,4 +1,4 @@
-"""What the example server's clients may ask for: every parameter of OpenAI's has its place, every refusal names one."""
+"""The parameters of the example server's clients: every parameter of OpenAI has its place, every refusal names one."""
 
 from __future__ import annotations
 

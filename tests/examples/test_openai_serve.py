@@ -36,7 +36,7 @@ while True:
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Processes that only wait, but for the one of this command: once all have begun it ends."""
+    """Processes that only wait, except the process of this command: it ends when all have begun."""
 
     def fake(hopeless: str) -> None:
         script = tmp_path / "script.py"

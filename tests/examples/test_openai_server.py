@@ -69,7 +69,7 @@ class Running:
         return match
 
     def get(self, name: str | None, path: str) -> str:
-        """What a worker answers, or the router for None."""
+        """Return the answer of a worker, or of the router for None."""
         with urllib.request.urlopen(f"{self.workers[name] if name else self.url}/{path}", timeout=60) as answer:
             text: str = answer.read().decode()
         return text
@@ -146,7 +146,7 @@ def client_of(running: Running) -> openai.OpenAI:
 
 @dataclass(frozen=True)
 class Alone:
-    """What one engine answers all by itself."""
+    """Answers of one engine alone."""
 
     tokenizer: ChatTokenizer
     tokens: Mapping[Question, Sequence[int]]
@@ -175,7 +175,7 @@ class Piece(NamedTuple):
 
 
 def arguments_of(client: openai.OpenAI, question: Question) -> tuple[Any, dict[str, Any]]:
-    """What to call to ask that, and how."""
+    """Return the client's method for a question, and its arguments."""
     if question.chat:
         return client.chat.completions.create, {"model": MODEL, "messages": ask(question)}
     return client.completions.create, {"model": MODEL, "prompt": question.text}

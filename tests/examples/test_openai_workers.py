@@ -283,7 +283,7 @@ async def test_a_prompt_that_cannot_be_computed_fails_its_reader_and_leaves_a_tr
 async def test_a_prefill_worker_of_another_version_costs_one_request(
     workers: Workers, tiny: Model, payload: bytes
 ) -> None:
-    """What comes with its blocks is no first token."""
+    """The payload of its blocks is no first token."""
     offer = kvflow.ServeRequest("r", block_ids=[0, 1, 2], num_tokens=len(PROMPT), computed_tokens=0, payload=True)
     lease = workers.prefill_side.runtime.serve_blocks(offer)
     lease.complete(payload)

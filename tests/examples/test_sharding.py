@@ -45,7 +45,7 @@ def computed(model: LlamaModel) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def in_threads(ranks: Sequence[Callable[[], Any]]) -> list[Any]:
-    """What each rank computes, all at the same time."""
+    """Return the results of all ranks, which compute at the same time."""
     with ThreadPoolExecutor(len(ranks)) as executor:
         return [future.result(timeout=WAIT_S) for future in [executor.submit(rank) for rank in ranks]]
 

@@ -79,7 +79,7 @@ def test_the_example_of_a_users_engine_and_its_tests_passes() -> None:
 
 
 def rows_of(output: str, way: str, moment: str) -> str:
-    """What is printed on this way and moment: how the read ended, and the answer in the line below."""
+    """Return the printed rows for this way and moment: how the read ended, and the answer in the line below."""
     lines = output.partition("What Bob is told")[2].splitlines()
     first = next(index for index, line in enumerate(lines) if line.startswith(f"{way}, {moment}:"))
     return " ".join(lines[first : first + 2])

@@ -47,7 +47,7 @@ async def test_a_prompt_that_is_never_computed_is_its_producers_fault(staging: s
 
 @in_virtual_time
 async def test_a_load_that_waits_for_its_producer_says_how_long() -> None:
-    """Whoever watches a network does not want the time that a prompt took."""
+    """The network's times must not contain the time to compute a prompt."""
     async with pair_of() as pair:
         lease = opened(pair)
         load = pair.consumer.runtime.start_load(wanted(pair, lease))
@@ -66,7 +66,7 @@ async def test_a_load_that_waits_for_its_producer_says_how_long() -> None:
 
 @in_virtual_time
 async def test_a_producer_that_stands_still_while_its_prompt_is_awaited() -> None:
-    """What it has computed is known as of the last look."""
+    """Its progress is known as of the last look."""
     async with pair_of() as pair:
         lease = opened(pair)
         lease.advance(8)

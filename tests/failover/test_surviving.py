@@ -42,7 +42,7 @@ SLICE_BY_SLICE = limited(PATIENT, slice_bytes_max=1, slices_in_flight_max=1)
 
 @dataclass
 class Trio:
-    """Two engines that hold the same prompt, by different bytes, and one that loads it."""
+    """Two engines that hold the same prompt with different bytes, and an engine that loads it."""
 
     first: TestEngine
     second: TestEngine
@@ -75,7 +75,7 @@ class Trio:
         return [self.offer(self.first), self.offer(self.second)]
 
     async def gone(self) -> Lease:
-        """A lease of the first one that has ended."""
+        """Return an ended lease of the first engine."""
         lease = self.offer(self.first, "gone")
         await lease.revoke()
         return lease
@@ -386,7 +386,7 @@ async def test_a_source_that_stands_still_ends_the_load_at_its_deadline(hangs: s
 
 @in_virtual_time
 async def test_the_next_source_is_read_once_nothing_of_the_last_one_can_land(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever an attempt ends with: this one has failed, and left a read in quarantine."""
+    """Whatever the attempt's error: this attempt has failed and left a read in quarantine."""
     async with trio(replace(PATIENT, cancel_grace_s=0.05), warm=True) as made:
         perform = LoadSteps.perform
 
@@ -544,7 +544,7 @@ async def test_what_again_does_wrong_ends_the_load(brought: Any, error: type[KVF
 
 @in_virtual_time
 async def test_tickets_of_different_prompts_are_refused_before_anybody_is_asked() -> None:
-    """What is brought, or offered at a rendezvous, as soon as it is known."""
+    """Also tickets from `again` or of an offer at a rendezvous, as soon as they are known."""
     lengths = r"'first' at .* offers 12 tokens, 'second' at .* 16"
     async with trio() as made:
         longer = made.offer(made.second, **LONGER)

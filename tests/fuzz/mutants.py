@@ -222,7 +222,7 @@ HELLO = b"\x04\xc8\x05HELLO\x01\x00" + bytes(72) + b"\x11" * 120
 
 
 def tcp_streams(rng: Random) -> Iterator[bytes]:
-    """What may come over a connection that is not ZeroMQ's, or only looks like it. b"" stays half-open."""
+    """Yield streams of connections that are not ZeroMQ's, or only look like it. An empty stream stays half-open."""
     while True:
         whole = rng.choice((GREETING + NULL + READY + b"\x01\x01a\x00\x01b" * 3, GREETING + CURVE + HELLO))
         match rng.randrange(6):

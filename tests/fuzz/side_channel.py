@@ -71,7 +71,7 @@ class Mode(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """What the process holds."""
+    """Resources of the process."""
 
     resident_mb: float
     descriptors: int
@@ -93,7 +93,7 @@ class Footprint:
 
 @dataclass(slots=True)
 class Report:
-    """What was sent, what came of it, and what the process held before and after."""
+    """The sent messages, their outcomes, and the process's resources before and after."""
 
     sent: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
@@ -291,7 +291,7 @@ class Scene:
 
 
 async def work_honestly(on: Scene, report: Report) -> None:
-    """Loads that have nothing to do with any of this, now and then of a new reader; one that fails ends the fuzz."""
+    """Load beside the attacks, now and then with a new reader. A failed load ends the fuzz."""
     while True:
         await load_honestly(on, on.reader, report)
         if report.honest_loads % 10 == 1:

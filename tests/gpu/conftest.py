@@ -50,7 +50,7 @@ class Found:
         return self.device == "cuda"
 
     def size(self, on_cuda: Any, on_cpu: Any) -> Any:
-        """The one that is for this device: on a CPU small, as a trial of the code."""
+        """Return the size for this device: small on a CPU, to try the code."""
         return on_cuda if self.on_cuda else on_cpu
 
     def left_s(self) -> float:
@@ -114,7 +114,7 @@ def found(request: pytest.FixtureRequest) -> Found:
 
 
 def without(device: str, *, only_cuda: bool) -> str:
-    """What keeps an experiment from running; "" if nothing does."""
+    """Return the reason why an experiment cannot run, or an empty text."""
     import torch
 
     if device == "cpu":
@@ -138,7 +138,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
 
 @contextlib.contextmanager
 def limited(limit_s: float) -> Iterator[None]:
-    """What waits inside the block is interrupted when its time is over; children end with what started them."""
+    """Interrupt waits inside the block when the time is over. Child processes end with their parents."""
 
     def over(*_: object) -> None:
         pytest.fail(f"over its limit of {limit_s:.0f} s")

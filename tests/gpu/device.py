@@ -118,7 +118,7 @@ class CudaDevice:
 
 
 class HostEvent(threading.Event):
-    """What a CUDA event is for a stream, for the thread."""
+    """A CUDA event for the thread that stands for a stream."""
 
     query = threading.Event.is_set
 

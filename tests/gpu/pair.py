@@ -27,7 +27,7 @@ class LoadEnd(NamedTuple):
     text: str = ""
 
     def succeeded(self) -> LoadEnd:
-        """Itself; one that has failed ends the experiment."""
+        """Return itself. A failed load ends the experiment."""
         if self.error:
             raise RuntimeError(f"a load failed: {self.error}: {self.text}")
         return self

@@ -35,7 +35,7 @@ class RawSpec:
 
 
 class RawAddress(NamedTuple):
-    """What the other side has to know."""
+    """The address that the other side needs."""
 
     agent: str
     metadata: bytes

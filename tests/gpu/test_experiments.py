@@ -43,7 +43,7 @@ REPEATS = 5
 STEPS_S = 300.0
 IDS = list(range(0, 32, 2))
 OVERWRITTEN = 1999.0
-"""What blocks hold after their lease: no value of a turn."""
+"""Value of blocks after their lease: no value of a turn."""
 
 
 def gb_per_s(size_bytes: int, seconds: Sequence[float]) -> float:
@@ -57,7 +57,7 @@ def sized(layers: int, size_bytes: int, **others: Any) -> PoolShape:
 
 
 def output(*command: str) -> str:
-    """What a tool prints, or why it does not."""
+    """Return the output of a tool, or the reason why it cannot run."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout
     except (OSError, subprocess.SubprocessError) as error:
@@ -93,7 +93,7 @@ def doctor(found: Found, *options: str) -> None:
 
 @experiment("E0", 30)
 def test_the_machine(found: Found) -> None:
-    """What the doctor can know of it."""
+    """The doctor's findings about the machine."""
     found.add("python", platform.python_version())
     found.add("kernel", platform.release())
     for package in ("torch", "nixl", "nixl-cu12", "nixl-cu13", "numpy", "uvloop"):
@@ -236,7 +236,7 @@ def test_the_cost_of_a_piece(found: Found) -> None:
 
 @experiment("E4", 80)
 def test_loads_straight_between_devices(found: Found) -> None:
-    """What kvflow adds to bare NIXL, LBHNC against BLHNC, and the window."""
+    """The cost of kvflow over bare NIXL, LBHNC against BLHNC, and the window."""
     sizes = found.size((1, 16, 256), (1, 4))
     for label, across in (("LBHNC", False), ("BLHNC", True)):
         pool = sized(8, 2 * sizes[-1] * MIB, across_layers=across)
@@ -336,7 +336,7 @@ def test_the_tests_on_the_device_and_the_doctor(found: Found) -> None:
 
 @experiment("E7", 60)
 def test_an_engines_steps_beside_loads(found: Found) -> None:
-    """What polling costs an engine: its steps of 5 ms alone, beside ten loads a second, and alone again."""
+    """The cost of polling for an engine: its steps of 5 ms alone, beside ten loads a second, and alone again."""
     pool = PoolShape(layers=8, blocks=found.size(256, 32))
     count, steps = pool.blocks // 2, found.size(1500, 200)
     with engines(*specs(found.device, pool), GET_ZCOPY if found.on_cuda else {}) as pair:

@@ -23,7 +23,7 @@ def engines(transport: str) -> Iterator[Engines]:
 
 @pytest.fixture(scope="module")
 def spare(transport: str) -> Iterator[EngineProcess]:
-    """One that no test of the module harms; its blocks hold 7 at first."""
+    """An engine that no test of the module harms. Its blocks hold 7 at first."""
     with Engines(TRANSPORTS[transport]) as engines:
         (spare,) = engines.start(EngineSetup(engine_id="spare", fill=7.0, config={"cancel_grace_s": 0.1}))
         yield spare

@@ -1,4 +1,4 @@
-"""What tests do with engines in processes of their own: hand blocks over, and see that an engine is well."""
+"""Helpers for engines in processes of their own: hand blocks over, and check that an engine is well."""
 
 from __future__ import annotations
 

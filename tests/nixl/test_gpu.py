@@ -30,7 +30,7 @@ ON_CUDA = (
 )
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_CUDA)]
 MOSTLY_CUDA = [pytest.param("cpu", marks=pytest.mark.thorough), DEVICES[1]]
-"""What tests of processes and of events show of a CPU anyway."""
+"""Marks of tests of processes and of events, which show the same on a CPU."""
 STAGING = ["auto", pytest.param("always", marks=pytest.mark.thorough)]
 LATE_S = 0.2
 MIB = 1 << 20
@@ -75,7 +75,7 @@ def test_the_way_is_what_a_device_allows(device: str) -> None:
 
 
 class Cut(NamedTuple):
-    """What differs between the producer and the consumer; `tp` of the producer or of the consumer is 2."""
+    """Differences between the producer and the consumer. `tp`: the one with tensor parallelism 2."""
 
     id: str
     producer: dict[str, Any] = {}  # noqa: RUF012 - read only

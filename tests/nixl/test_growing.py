@@ -18,7 +18,7 @@ CONSUMER = EngineSetup(engine_id="consumer", fill=-1.0)
 
 
 class End(StrEnum):
-    """What befalls a hand-over of which one half has landed."""
+    """The fault during a hand-over with one half landed."""
 
     COMPLETE = "complete"
     FAILED = "failed"

@@ -73,7 +73,7 @@ def run_batch(producer: EngineProcess, consumer: EngineProcess, batch: int, rand
 
 
 def draw(random: Random) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What an offer and its load are to suffer: mostly nothing."""
+    """Draw the faults of an offer and its load: mostly none."""
     soon_s, delay_s = random.uniform(0, SOON_S), random.uniform(0, SOON_S)
     match random.choices(("nothing", "cancel", "revoke", "expire"), (80, 8, 6, 6))[0]:
         case "cancel":

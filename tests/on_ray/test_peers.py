@@ -17,7 +17,7 @@ PERIOD_S = 10.0
 
 
 class Listing:
-    """What a deployment's replicas say, one answer after the other; the last one again."""
+    """The answers of a deployment's replicas, in turn; the last one is repeated."""
 
     def __init__(self, *answers: Sequence[Mapping[str, Any]] | Exception) -> None:
         self._answers = list(answers)

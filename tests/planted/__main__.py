@@ -80,7 +80,7 @@ def try_bug(tree: Path, name: str, bug: Bug) -> bool:
 
 
 def find(tree: Path, bug: Bug) -> Path:
-    """Return the one file in `tree` that has the text of `bug`. Raises Gone."""
+    """Return the only file in `tree` with the text of `bug`. Raises Gone."""
     files = [file for file in sorted(tree.glob("kvflow/**/*.py")) if bug.within in file.as_posix()]
     places = {file.relative_to(tree).as_posix(): file.read_text().count(bug.old) for file in files}
     times = {place: number for place, number in places.items() if number}

@@ -77,7 +77,7 @@ class Holder:
         return self.runtime.address
 
     def share(self, prefix_cache: PrefixCache) -> SharedPrefixes:
-        """What that prefix cache has, from now on."""
+        """Share this prefix cache from now on."""
         self.sharing.close()
         self.sharing = self.prefixes.share(prefix_cache, pinned_blocks_max=8)
         return self.sharing
@@ -90,12 +90,12 @@ class Holder:
 
 @dataclass(frozen=True)
 class Fleet:
-    """Engines that share, and one that pulls."""
+    """Engines that share prefixes, and an engine that pulls."""
 
     reader: TestEngine
     holders: list[Holder]
     given: dict[str, Any]
-    """What all its pulls ask for."""
+    """Fields of all its pulls."""
 
     @property
     def prefixes(self) -> Prefixes:
@@ -258,7 +258,7 @@ async def test_nothing_found_is_no_error_nor_are_peers_that_cannot_be() -> None:
 
 
 async def test_a_holder_that_is_named_twice_is_asked_once(them: Fleet, caplog: pytest.LogCaptureFixture) -> None:
-    """By the same words; one that is known by two ways has one offer, and its log says nothing of the other."""
+    """By the same name. A holder that is known in two ways has one offer, and its log has no error of the other."""
     (holder,) = them.holders
     by_name = PeerAddress(engine_id="holder-0", address=holder.address)
     (offer,) = await them.seek(peers=[holder.address] * 5)
@@ -344,7 +344,7 @@ async def test_holders_of_as_much_are_the_sources_of_one_load(fails: int) -> Non
 
 
 async def test_a_pull_that_is_over_reads_from_no_other_source() -> None:
-    """Not even from one that is left: another load would have another time to end in."""
+    """Not even from a source that is left: another load would have another deadline."""
     async with fleet(2, base=replace(BASE, cancel_grace_s=WAIT_S)) as them:
         for holder in them.holders:
             holder.prefix_cache.put(PROMPT, range(8))

@@ -62,7 +62,7 @@ class TestDecode(Decode.func_or_class):  # type: ignore[misc, name-defined]
     """Loads what tests have had offered."""
 
     async def load(self, ticket: dict[str, Any]) -> str:
-        """What came of it: "read", or the name of the error."""
+        """Return the outcome: "read", or the name of the error."""
         components = self._replica.components
         try:
             async with components.engine.reserve(TOKENS) as block_ids:

@@ -65,7 +65,7 @@ class Fleet:
         return config
 
     def ask(self, deployment: str, method: str, *arguments: Any) -> list[Any]:
-        """What each replica answers; one that goes meanwhile answers nothing."""
+        """Return the answer of each replica, without replicas that stop meanwhile."""
         handle = serve.get_deployment_handle(deployment, APP)
         try:
             answers = handle.broadcast(method, *arguments).results(timeout_s=CALL_S, return_exceptions=True)
@@ -74,7 +74,7 @@ class Fleet:
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     def call(self, deployment: str, method: str, *arguments: Any) -> Any:
-        """What one replica answers."""
+        """Return the answer of one replica."""
         handle = serve.get_deployment_handle(deployment, APP)
         return getattr(handle, method).remote(*arguments).result(timeout_s=CALL_S)
 

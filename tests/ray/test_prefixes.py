@@ -56,7 +56,7 @@ def test_a_setting_that_cannot_be_right_is_refused() -> None:
 
 
 def answer(fleet: Fleet, prompt: list[int], avoid: str = "", tokens: int = TOKENS) -> list[int]:
-    """Tokens of an answer, of which the named replica has no part."""
+    """Return the tokens of an answer without the replica `avoid`."""
     request = AnswerRequest(request_id=f"r{tokens}{avoid}", prompt=prompt, max_tokens=tokens, deadline_s=60)
     handle = serve.get_deployment_handle("Decode", APP).options(stream=True)
     steps: list[Step] = list(handle.generate.remote(request, avoid=(avoid,)))

@@ -46,7 +46,7 @@ async def load_hangs(transport: str) -> Runtime:
 
 
 def reading(transport: str) -> None:
-    """The loop ends in the middle of a read, of which nothing can be taken back."""
+    """The loop ends in the middle of a read, which cannot be taken back."""
 
     async def main() -> None:
         size = {"num_blocks": 1 << 14, "layers": 8, "block_size": 16}

@@ -1,6 +1,6 @@
-"""What callers get wrong: a typed error that names the request and both values, and nothing changes.
+"""Mistakes of callers: a typed error that names the request and both values, and no change.
 
-What a ticket may say is in `core/protocol/test_ticket.py`.
+`core/protocol/test_ticket.py` has the fields of tickets.
 """
 
 from __future__ import annotations

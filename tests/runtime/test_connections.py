@@ -308,7 +308,7 @@ async def test_a_peer_that_does_not_number_its_answers_gets_a_connection_for_eac
 
 
 async def test_an_answer_without_a_number_is_not_guessed() -> None:
-    """Over a connection that was asked more than once: all that wait there ask again, each by itself."""
+    """Over a connection with several open questions: each of them is asked again over a connection of its own."""
     async with scripted() as (peer, channel, address):
         kept = await acquainted(peer, channel, address)
         asked = [start(channel, address, index) for index in range(2)]
@@ -353,7 +353,7 @@ async def test_a_peer_that_has_gone_refuses_the_connection_and_one_that_has_rest
 
 
 async def test_a_connection_does_not_wait_for_what_zeromq_has_yet_to_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python gives an object the identity of one that has just gone; ZeroMQ closes a socket some time after `close`."""
+    """Python may reuse the identity of a deleted object, and ZeroMQ closes a socket some time after `close`."""
     monkeypatch.setattr(connections, "id", lambda _: 0, raising=False)
     with asking() as channel:
         questions = [channel.ask(to("tcp://127.0.0.1:9"), fingerprint=b"") for _ in range(8)]
@@ -391,7 +391,7 @@ async def test_readers_that_come_at_once_and_are_all_dropped_get_their_answers()
 async def test_a_listener_that_is_not_bound_for_a_moment_is_asked_again(
     refusals: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as one that has dropped all connections, and binds its port when its loop has its turn."""
+    """For example a listener that has dropped all connections, and binds its port in a later turn of its loop."""
     config, probe, finals = replace(PLAIN, listen=f"tcp://127.0.0.1:{free_ports(1)}"), asking_module._probe, []
     async with contextlib.AsyncExitStack() as stack:
 

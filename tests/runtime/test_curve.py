@@ -119,7 +119,7 @@ async def test_a_peer_that_we_do_not_list_is_not_even_called(keys: Path) -> None
 
 
 async def test_somebody_else_at_the_address_gets_nothing(keys: Path) -> None:
-    """Who listens at a producer's address without its key cannot answer in its name, even if it is in the list."""
+    """A listener at a producer's address without its key cannot answer in its name, even if it is in the list."""
     async with listening(config_of(keys, "other")) as listener:
         with pytest.raises(PeerUnreachable, match=r"failed in its handshake.*our producer\.public is not the key"):
             await ask(listener, config_of(keys, "reader"))

@@ -80,7 +80,7 @@ def assert_loaded(theirs: Caches, ours: Caches, common: Sequence[str]) -> None:
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize("side", ["decode", "prefill", "both", "each another"])
 async def test_what_both_have_is_loaded(home: Home, side: str, draft: tuple[int, int], verify: bool) -> None:
-    """Whatever the draft's shape is; and the lease has been read."""
+    """For any shape of the draft. The lease has been read."""
     theirs = cache(MODEL + DRAFT * (side in ("prefill", "both", "each another")), seed=1, draft=draft)
     other = {"each another": ("draft.5",), "prefill": ()}.get(side, DRAFT)
     ours = cache(MODEL + other, seed=0, draft=draft)

@@ -45,7 +45,7 @@ class Sides(EnginePair):
         return self.reader.statistics().transport.open_peers
 
     def goodbye(self, **changes: object) -> None:
-        """What the producer would say when it closes, or something like it, gets to the consumer."""
+        """Deliver the producer's goodbye, or a similar message, to the consumer."""
         said = messages.Goodbye(
             target=Address("consumer", Rank(0, 0, 0), "tcp://127.0.0.1:1"),
             sender=Address("producer", Rank(0, 0, 0), "tcp://127.0.0.1:1"),

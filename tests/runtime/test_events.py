@@ -28,7 +28,7 @@ CONFIG = limited(replace(PATIENT, listen="tcp://127.0.0.1:0"), slice_bytes_max=6
 
 
 class Event:
-    """What a device does, as tests decide."""
+    """A device event that tests control."""
 
     def __init__(self) -> None:
         self.happened = False
@@ -54,7 +54,7 @@ def pair_of(staging: str = "never") -> AbstractAsyncContextManager[InprocPair]:
 
 
 def erase(engine: Engine[TransportT], block_ids: Sequence[int]) -> None:
-    """What is in these blocks has not been computed."""
+    """Overwrite blocks, as if they were not computed."""
     for tensor in engine.kv_caches.values():
         tensor[:, list(block_ids)] = 0.0
 

@@ -157,7 +157,7 @@ async def pass_time(seconds: float) -> None:
 
 
 async def ended(work: Awaitable[object]) -> object:
-    """What becomes of a load: its report, or its error."""
+    """Await a load. Return its report or its error."""
     try:
         return await work
     except KVFlowError as error:

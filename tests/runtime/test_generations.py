@@ -86,7 +86,7 @@ async def wake(engine: TestEngine) -> None:
 
 
 async def assert_new(pair: EnginePair, name: str) -> None:
-    """What is offered now is loaded."""
+    """Assert that a new offer is loaded."""
     lease = pair.offer([3, 4], name)
     await pair.load(lease, [0, 1])
     assert await lease is LeaseOutcome.READ
@@ -262,7 +262,7 @@ async def test_it_waits_for_reads_under_way() -> None:
 
 
 async def test_reads_that_cannot_be_stopped_break_the_runtime_and_the_memory_stays() -> None:
-    """Only when they have stopped is it closed in good order."""
+    """The transport is closed in good order only after they have stopped."""
     cluster = InprocCluster()
     async with contextlib.AsyncExitStack() as stack:
         writer = await stack.enter_async_context(cluster.engine("writer", config=BRIEF))

@@ -46,7 +46,7 @@ class TimedPair(EnginePair):
         return await lease
 
     async def kept(self) -> None:
-        """Wait until a lease is kept: there is a timer for its renewal, beside the one that looks for idle peers."""
+        """Wait until a lease is kept: its renewal has a timer, beside the timer for idle peers."""
         await until(lambda: self.reader_clock.pending >= 2)
 
     def deliver(self, *payloads: bytes) -> None:

@@ -1,4 +1,4 @@
-"""What one peer can cost the listener: messages, connections, time of the loop."""
+"""The cost of one peer for the listener: messages, connections, time of the loop."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_what_comes_too_often_is_not_answered() -> None:
 
 
 async def test_nobody_can_choose_the_address_that_it_is_counted_under() -> None:
-    """What a peer says of itself comes with its messages too, beside what ZeroMQ knows."""
+    """Messages of a peer have its own claims, too, beside the address that ZeroMQ knows."""
     config = limited(PLAIN, side_channel_requests_per_s_max=1)
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
     said = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x0cPeer-Address\x00\x00\x00\x07" + b"9.9.9.9"

@@ -38,7 +38,7 @@ MOVED = r"layer 'layers\.1': its tensor has moved since the cache was registered
 
 
 def growing(pair: InprocPair, block_ids: Sequence[int] = BLOCKS, name: str = "req") -> Lease:
-    """A lease for four blocks of tokens, of which those of the given blocks but the last are computed."""
+    """A lease for four blocks of tokens. The given blocks except the last are computed."""
     computed = 4 * (len(block_ids) - 1)
     request = ServeRequest(name, block_ids, num_tokens=16, computed_tokens=computed, extends=len(block_ids) < 4)
     return pair.producer.runtime.serve_blocks(request)

@@ -1,4 +1,4 @@
-"""Whatever a load fails of, its error names the request that the caller has given, not the ticket's."""
+"""Every error of a load names the caller's request, not the ticket's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tickets name where `advertise_host` is "auto": the address that routes to peers, or an error that says why."""
+"""The address in tickets if `advertise_host` is "auto": the address that routes to peers, or an error with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who owns a runtime: its loop, its handle, its tasks. What others do to those leaves nothing behind (I5, I7)."""
+"""The owners of a runtime: its loop, its handle, its tasks. A misuse of these leaves nothing behind (I5, I7)."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def task_named(name: str) -> asyncio.Task[object]:
 
 
 def cancel_others() -> None:
-    """What hosts do when they end."""
+    """Cancel all other tasks, as hosts do at their end."""
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
         task.cancel()
 
@@ -193,7 +193,7 @@ ANYWHERE = {
     *("Load.cancel_overdue", "Load.take_back_cancel"),  # of its loader
     *("Load.enter_phase", "Load.end_phases", "Load.current_phase", "Load.report", "Load.failure"),  # of its steps
 }
-"""What tells how things are now."""
+"""Properties that describe the current state."""
 OTHER = ServeRequest("other", block_ids=[1], num_tokens=4)
 AT_ONCE = {"serve_blocks", "decline", "start_load"}
 PLAIN_CALLS = [verb for verb in VERBS if verb.split(".")[1] in AT_ONCE]
@@ -335,7 +335,7 @@ def test_closing_on_another_loop_when_its_own_is_gone() -> None:
 
 
 async def test_a_load_is_a_handle(pair: EnginePair) -> None:
-    """One that is refused is over at once, as is one that is cancelled before its first step."""
+    """A refused load is over at once, and so is a load that is cancelled before its first step."""
     load = pair.reader.start_load(load_request(pair.offer([3, 4]), [0, 1]))
     assert (load.request_id, load.block_ids, load.done, load.safe) == ("req", (0, 1), False, False)
     report = await load
@@ -388,7 +388,7 @@ async def test_a_load_that_is_ended_is_not_safe_before_its_bytes_have_stopped(ho
 async def assert_only_on_its_loop(part: Part, state: RuntimeState, verbs: Mapping[str, Any], at_once: str) -> None:
     """Check that the verbs of a part refuse other loops and threads without one, and take nothing.
 
-    `verbs` has what each is called with; `at_once` is one that is no coroutine.
+    `verbs`: the arguments of each verb. `at_once`: a verb that is no coroutine.
     """
     async with at_work(state, [part]):
 

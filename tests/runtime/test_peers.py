@@ -73,7 +73,7 @@ class ScriptedPair(EnginePair):
         return self.reader.statistics().transport.open_peers
 
     def answer(self, *outcomes: Outcome) -> None:
-        """What the next questions get."""
+        """Set the outcomes of the next questions."""
         self.scripted.channel.script.extend(outcomes)
 
     def fail_reads(self, count: int) -> None:
@@ -166,7 +166,7 @@ async def test_a_peer_that_never_fits_is_a_warning_once_for_each_reason(
 
 
 async def test_who_is_not_ready_yet_may_be_asked_again_at_once(pair: ScriptedPair) -> None:
-    """Who shared the handshake asks for itself: a draining rank connects readers of its open leases only."""
+    """Each sharer of the handshake asks again: a draining rank connects readers of its open leases only."""
     lease = pair.offer([3])
     pair.answer(refusal("no KV cache registered yet", transient=True))
     await pair.fails(PeerNotReady, lease, match="no KV cache registered yet")
@@ -368,7 +368,7 @@ async def test_a_connected_consumer_needs_no_side_channel(pair: ScriptedPair) ->
 
 
 async def test_a_peer_that_nobody_uses_is_forgotten_after_a_while(pair: ScriptedPair) -> None:
-    """One that has failed as well."""
+    """A failed peer, too."""
     pair.answer(refusal("no"))
     await pair.fails(PeerRefused, pair.offer([5], "failed"))
     pair.clock.advance(LIMITS.peer_idle_s * 1.25)

@@ -36,7 +36,7 @@ def change_heads(patch: pytest.MonkeyPatch, **starts: int) -> None:
 
 
 def read_the_first_heads(patch: pytest.MonkeyPatch) -> None:
-    """Whatever part of the heads a rank needs."""
+    """Read the first heads, whichever heads a rank needs."""
     change_heads(patch, remote_start=0)
 
 

@@ -18,7 +18,7 @@ from kvflow.errors import PeerUnreachable
 
 
 async def test_a_port_that_is_opened_a_moment_later_answers() -> None:
-    """ZeroMQ tries again; what ends the question is that the system says no as well."""
+    """ZeroMQ tries again; only a refusal of the system ends the question."""
     probes = 0
     async with contextlib.AsyncExitStack() as stack:
         channel = stack.enter_context(asking())

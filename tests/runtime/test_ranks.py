@@ -144,7 +144,7 @@ async def test_a_release_tells_the_ranks_that_the_ticket_does_not_name_too(both:
 
 
 async def test_every_rank_of_a_reader_has_to_release() -> None:
-    """What share of the lease a rank answers for is worked out by the producer, from what the rank holds."""
+    """The producer derives a rank's share of the lease from the rank's holding."""
     network = InprocNetwork()
     async with AsyncExitStack() as stack:
         producer, _ = await open_rank(stack, network, replace(DECODE, engine_id="prefill"), HEADS, 1.0)
@@ -218,7 +218,7 @@ async def test_a_lease_lost_on_one_rank_fails_the_load(both: Engines) -> None:
 async def test_a_rank_that_answers_with_a_lease_of_no_id_fails_the_load(
     both: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It must not pass for a rank of which nothing is needed: its heads would be missing."""
+    """It must not pass for a rank that holds nothing of the prompt: its heads would be missing."""
     lease_of = OpenLease.rank_lease
 
     def nameless(self: OpenLease) -> RankLease:

@@ -100,7 +100,7 @@ async def test_a_rank_that_holds_no_token_of_a_short_prompt_reads_nothing_and_sa
 
 @in_virtual_time
 async def test_a_block_id_stands_for_the_tokens_of_all_ranks() -> None:
-    """In what is offered, cached and loaded: 20 tokens are 3 blocks of 8, of which the reader has the first."""
+    """In offers, cached prefixes and loads: 20 tokens are 3 blocks of 8, and the reader has the first block."""
     world = InprocCluster().world()
     async with AsyncExitStack() as stack:
         producers = await open_ranks(stack, world, "prefill", 2)

@@ -81,7 +81,7 @@ def refusal(version: int = codec.PROTOCOL_VERSION, **others: object) -> messages
 
 
 def metadata_of(pair: EnginePair) -> messages.Metadata:
-    """What the producer's listener really answers."""
+    """Return the real answer of the producer's listener."""
     request = messages.MetadataRequest(reader="test", target=Address("producer", Rank(0, 0, 0), "tcp://127.0.0.1:1"))
     header = codec.our_header(host_of(pair.reader).context.local.compatibility.fingerprint())
     reply = pair.writer._supervisor._answer(header, request)
@@ -149,7 +149,7 @@ LIES: list[tuple[str, dict[str, object], type[KVFlowError], str]] = [
     ("regions", {"block": BlockShape(4, 2, 16, 16, 64)}, PeerIncompatible, "bytes of a head: ours 64, theirs 32"),
     ("regions", {"device": Device("tape", 0)}, PeerIncompatible, "device: ours .*, theirs tape"),
 ]
-"""What a peer says of itself, in one of its parts; what else cannot be true is in `core/protocol/test_claims`."""
+"""False claims of a peer, in one of its parts. Other false claims are in `core/protocol/test_claims`."""
 
 
 async def test_metadata_that_cannot_be_true_or_does_not_fit(pair: EnginePair) -> None:

@@ -77,13 +77,13 @@ class Engine:
     staged: bool = False
 
     def units(self, rank: int, count: int) -> range:
-        """The units of a rank: a share of the model's, or one that neighbours hold, too."""
+        """Return the units of a rank: a share of the model's units, or units that neighbours hold, too."""
         each = max(count // self.tp_size, 1)
         first = rank * count // self.tp_size
         return range(first, first + each)
 
     def slot(self, rank: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What one slot of a rank holds after the prompt."""
+        """Return the content of a rank's slot after the prompt."""
         model = self.model
         channels = []
         of_group = (model.groups, model.states)

@@ -163,7 +163,7 @@ class Server:
         return float(times.user + times.system)
 
     def kill(self) -> None:
-        """As a machine that fails: all of its processes at once, also if the first one has ended by itself."""
+        """Kill all processes at once, as a failing machine does, also if the first has ended."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(30)
@@ -192,7 +192,7 @@ class Router:
     def both(
         self, prompt: Sequence[int], tokens: int = 16, room: int | None = None, **more: Any
     ) -> tuple[Future[list[int]], Future[list[int]]]:
-        """What each of the two servers answers."""
+        """Return the answers of both servers."""
         meeting = {
             "bootstrap_host": "127.0.0.1",
             "bootstrap_port": self.prefill.bootstrap_port,

@@ -43,7 +43,7 @@ _now: list[SimpleNamespace] = [SimpleNamespace()]
 
 
 def current() -> SimpleNamespace:
-    """What SGLang reads as its configuration now."""
+    """Return SGLang's current configuration."""
     return _now[0]
 
 
@@ -331,7 +331,7 @@ class Request:
 
 
 def stands(one: Any, *wanted: int) -> bool:
-    """Whether a sender or receiver has come to one of these states; if it has failed instead, why."""
+    """Whether a sender or receiver has reached one of these states. If it has failed instead, fail with its error."""
     state = one.poll()
     if state == KVPoll.Failed and state not in wanted:
         one.failure_exception()

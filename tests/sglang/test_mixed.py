@@ -92,7 +92,7 @@ def check(found: Answers | str, expected: list[int], n: int, what: str) -> bool:
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_samples_of_one_prompt(router: Router, alone: Server, n: int) -> None:
-    """SGLang gives all samples of a prompt one room, also the one that fills its cache before."""
+    """SGLang gives all samples of a prompt one room, also the first sample, which fills its cache."""
     for length in (20, 300):
         prompt = prompt_of(length, seed=40 + n)
         prefilled, decoded = both(router, prompt, random.getrandbits(62) + 1, n=n)

@@ -93,7 +93,7 @@ def test_32_requests_at_once(router: Router, alone: Server) -> None:
 
 
 def test_clients_that_leave(router: Router, alone: Server) -> None:
-    """100 mixed requests, of which 20 are aborted on both servers at any moment."""
+    """100 mixed requests; 20 are aborted on both servers at any moment."""
     prompts = [prompt_of(5 + 7 * (at % 40), seed=at) for at in range(100)]
 
     def ask(at: int) -> list[int] | None:

@@ -60,7 +60,7 @@ def test_another_value_of_the_switch_prevents_the_start(tmp_path: Path) -> None:
 
 
 def registered(folder: Path, arguments: tuple[str, ...], switch: str) -> subprocess.CompletedProcess[str]:
-    """What a process says that registers kvflow with the SGLang of FILES in `folder`."""
+    """Return the output of a process that registers kvflow with the SGLang of FILES in `folder`."""
     for name, text in FILES.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

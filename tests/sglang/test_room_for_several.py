@@ -327,7 +327,7 @@ def held(fresh: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server,
 
 
 class Scheduler:
-    """What SGLang's decode scheduler does with a request that has failed, by SGLang's own code."""
+    """The handling of a failed request by SGLang's decode scheduler, by SGLang's own code."""
 
     def __init__(self, request: Request) -> None:
         self.queue = DecodeTransferQueue.__new__(DecodeTransferQueue)

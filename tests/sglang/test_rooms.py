@@ -138,7 +138,7 @@ def test_rooms_that_nobody_comes_for_are_bounded(rooms: Rooms) -> None:
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_leftover_ends_no_later_request_of_its_room(rooms: Rooms, side: str) -> None:
-    """What was given up just now ends its other half; what was long ago, nothing."""
+    """A half that was given up just now ends its other half; an old one ends nothing."""
     for waited_s, ends in ((LEFTOVER_S, True), (LEFTOVER_S + 0.1, False)):
         if side == "prefill":
             rooms.refuse(rooms.add_answer(ROOM, 0.0), "aborted", 0.0)

@@ -69,7 +69,7 @@ class Fleet:
         return [*self.prefills, *self.decodes]
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """What one server answers."""
+        """Return the answer of one server."""
         assert self.alone is not None
         return asked(self.alone.client, f"{self.alone.url}{path}", body)
 

@@ -33,7 +33,7 @@ LAYERS, HEADS, SIZE = 4, 2, 32
 PAGE, PAGES, BLOCK, BLOCKS = 16, 24, 32, 12
 LENGTHS = (15, 16, 33, 100)
 ROUNDING = {"rtol": 1e-4, "atol": 1e-4}
-"""What a float32 may differ by where the prompt is computed in other steps."""
+"""Tolerances of float32 values of prompts that are computed in other steps."""
 
 Both = list[tuple[torch.Tensor, torch.Tensor]]
 

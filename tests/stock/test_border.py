@@ -1,4 +1,4 @@
-"""What callers give of stock peers is right, or an InvalidInput that names it in a line; as `tests/test_border.py`."""
+"""Values of callers for stock peers are right, or an InvalidInput names them in a line; as `tests/test_border.py`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PEERS: dict[str, Any] = {
     "ranks": None,
 }
 ANY = {"remote_blocks_expiry_time", "do_remote_decode"}
-"""What is not looked at, so that it may be anything."""
+"""Parameters that are not read, so that they may be anything."""
 
 
 def wrong() -> list[Any]:

@@ -20,7 +20,7 @@ from tests.stock.test_reading import PEERS, Reader, reader, stale
 
 GENERATION = "remote_registration_generation"
 PATIENT = replace(PEERS, terms=replace(PEERS.terms, router_s=20.0))
-"""Whatever arrives within the test may be from before a new registration, unless its number shows otherwise."""
+"""Everything that arrives during the test may be older than a new registration, unless its number shows otherwise."""
 
 
 def remote_agents(ours: Reader) -> int:

@@ -1,4 +1,4 @@
-"""What we make and read is byte for byte what vLLM's own encoders make (tests/vllm/stock_bytes.py)."""
+"""Bytes that kvflow makes and reads equal the bytes of vLLM's own encoders (tests/vllm/stock_bytes.py)."""
 
 from __future__ import annotations
 

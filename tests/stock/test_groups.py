@@ -247,7 +247,7 @@ async def test_stock_readers_are_shown_what_their_own_rank_has() -> None:
 
 
 async def test_a_stock_engine_reads_a_group() -> None:
-    """Whose regions it takes are its own affair: here those of both, by one table of the two."""
+    """It may take regions of any groups: here those of both, in one table."""
     async with engine(filled=True) as ours:
         request = ServeRequest("both", {"full": [3, 9], "window": [7, 2]}, 2 * TOKENS)
         lease = ours.runtime.serve_blocks(request)

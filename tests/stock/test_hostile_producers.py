@@ -68,7 +68,7 @@ async def test_metadata_that_cannot_be_is_refused() -> None:
 
 
 async def test_an_agent_that_is_another_peers_is_refused_and_that_peer_keeps_its_own() -> None:
-    """One that shows another's agent as its own would be read in that one's name; and one may show ours."""
+    """A peer with another's agent would be read in the other's name; and a peer may show our own agent."""
     async with stock_producer() as honest, stock_producer(engine_id="stock-x") as liar, reader() as ours:
         await ours.load(honest.offer("first", [3], TOKENS), [0])
         incarnation = ours.runtime._supervisor.incarnation

@@ -263,7 +263,7 @@ async def test_a_restarted_producer_is_another_one(producer: StockProducer, ours
 
 
 async def test_what_a_life_before_has_offered_and_came_after_its_end_is_not_read() -> None:
-    """Nothing in parameters says of which life they are: only that they were made `router_s` before they came."""
+    """Parameters do not say which life made them: only that they were made `router_s` before they came."""
     peers = replace(PEERS, terms=replace(PEERS.terms, router_s=0.2))
     async with stock_producer() as producer, reader(peers) as ours:
         await ours.load(producer.offer("before", [3], TOKENS), [0])

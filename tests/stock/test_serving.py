@@ -221,7 +221,7 @@ async def test_of_two_readers_both_are_waited_for(consumer: StockConsumer, ours:
 
 
 async def test_a_read_after_its_lease_is_told(consumer: StockConsumer, caplog: pytest.LogCaptureFixture) -> None:
-    """By a log line and a number; a late reader cannot notice by itself."""
+    """By a log line and a number; a late reader cannot notice it."""
     heard: list[str] = []
     registry = CollectorRegistry()
     metrics = PrometheusMetrics(registry)
@@ -291,7 +291,7 @@ async def test_of_a_name_that_is_served_again_nothing_old_counts(consumer: Stock
 
 
 async def test_heartbeats_renew(consumer: StockConsumer, ours: Producer) -> None:
-    """What parameters named, with the spare behind each id, also among all that wait with it."""
+    """By the id in the parameters, with the spare behind it, also in a message with other ids."""
     lease, params = ours.offer("cmpl-1#secret", [3], TOKENS, ttl_s=1.0)
     name = params["remote_request_id"].encode()
     await consumer.handshake(params)

@@ -1,4 +1,4 @@
-"""What every `kvflow.storage.store_thread.Mover` promises, checked on the system's calls and on NIXL's POSIX."""
+"""The promises of every `kvflow.storage.store_thread.Mover`, checked on system calls and on NIXL's POSIX backend."""
 
 from __future__ import annotations
 

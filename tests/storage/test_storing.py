@@ -177,7 +177,7 @@ DAMAGES["all zeros, as after a crash of the machine"] = lambda path: path.write_
 
 
 async def test_what_is_damaged_is_never_good_and_goes(tmp_path: Path) -> None:
-    """Damaged under a runtime that knows it, and before one that finds it."""
+    """Damaged under a runtime that knows the entry, and before a runtime that finds it."""
     for number, (name, damage) in enumerate(DAMAGES.items()):
         folder = tmp_path / str(number)
         async with storing(folder) as engine:

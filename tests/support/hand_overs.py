@@ -271,7 +271,7 @@ async def open_producer(
     world: World | None,
     make_parts: Callable[[], Sequence[RuntimePart]] = tuple,
 ) -> list[list[_Rank]]:
-    """Open the producer's replicas up to the one with the request. The other replicas hold only the sentinel."""
+    """Open the producer's replicas up to the replica with the request. The other replicas hold only the sentinel."""
     engine = case.parts[0].producer
     count = (engine.dp_rank + 1) * len(engine.places)
     while True:

@@ -23,7 +23,7 @@ from tests.support.tests_support import PATIENT, WAIT_S, small_cache, turns, unt
 
 
 def nested_loops(loop: asyncio.AbstractEventLoop) -> None:
-    """What notebooks do: tasks and futures are of other classes from here on, and `run_until_complete` nests."""
+    """Patch the loop as notebooks do: tasks and futures get other classes, and `run_until_complete` nests."""
     import nest_asyncio
 
     nest_asyncio.apply(loop)
@@ -62,7 +62,7 @@ def _first_step_now(loop: Any, body: Coroutine[Any, Any, Any], **options: Any) -
 
 
 def wrapping_factory(loop: asyncio.AbstractEventLoop) -> None:
-    """What tracers of requests do: the task's coroutine is one of theirs, which awaits the one that was given."""
+    """Patch as tracers of requests do: the task's coroutine is a wrapper, which awaits the original."""
 
     def make(loop: asyncio.AbstractEventLoop, body: Any, **options: Any) -> asyncio.Task[Any]:
         async def traced() -> Any:
@@ -78,7 +78,7 @@ def debug_mode(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def uvloop_policy(_: asyncio.AbstractEventLoop) -> None:
-    """What `uvloop.install` does."""
+    """Install uvloop's policy, as `uvloop.install` does."""
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
 
 

@@ -1,4 +1,4 @@
-"""What the simulated network does to reads, notifications and questions, one fault at a time."""
+"""The simulated network's faults of reads, notifications and questions, one at a time."""
 
 from __future__ import annotations
 

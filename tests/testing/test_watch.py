@@ -1,4 +1,4 @@
-"""What patterns, comparisons and watches find, one wrong thing at a time."""
+"""Faults that patterns, comparisons and watches find, one at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every transport promises (`kvflow.transport.base.Transport`), checked on the in-process and the real one."""
+"""The promises of every transport (`kvflow.transport.base.Transport`), checked on the in-process and the real one."""
 
 from __future__ import annotations
 

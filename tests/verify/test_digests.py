@@ -46,7 +46,7 @@ class AtOnce(CopyThread):
 
 
 def result_of(digesting: Coroutine[Any, Any, list[int]]) -> list[int]:
-    """Of a coroutine that waits for nothing: no loop that could be blocked."""
+    """Return the result of a coroutine that does not wait, without a loop."""
     with pytest.raises(StopIteration) as ended:
         digesting.send(None)
     found: list[int] = ended.value.value

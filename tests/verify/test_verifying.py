@@ -110,7 +110,7 @@ async def test_counts_of_verified_loads_go_on_in_the_next_registration(pair: Eng
 
 
 async def test_off_asks_for_nothing_prepares_nothing_and_notices_nothing(pair: EnginePair) -> None:
-    """What is bought by it: the transport says that all is well."""
+    """Without verification only the transport reports errors."""
     pair.transport.faults.flip_next = 1
     report = await pair.load(pair.offer([3]))
     with pytest.raises(AssertionError):
@@ -296,7 +296,7 @@ SILENT = PeerUnreachable("no answer", peer="tcp://127.0.0.1:1")
 async def test_a_producer_that_has_no_digests(
     scripted: tuple[EnginePair, ScriptedSideChannel], answer: Answers, error: type[Exception]
 ) -> None:
-    """A load that is verified by chance goes on unverified, and says so; one that has to be verified fails."""
+    """A load that is verified by chance goes on unverified, and logs it; a load that has to be verified fails."""
     pair, channel = scripted
     channel.script.append(answer)
     report = await pair.load(pair.offer([3], "chance"), [1])
@@ -313,7 +313,7 @@ async def test_a_producer_that_has_no_digests(
 
 
 async def test_wrong_digests_of_a_peer_are_compared_anew(scripted: tuple[EnginePair, ScriptedSideChannel]) -> None:
-    """What differs, and then cannot be compared, is no success."""
+    """Blocks that differ, and then cannot be compared, are no success."""
     pair, channel = scripted
     channel.script += [messages.Digests(values=(1, 2)), BUSY]
     await pair.fails(
@@ -533,7 +533,7 @@ async def test_the_second_read_is_posted_like_the_first(pair: EnginePair, end: s
 
 
 async def test_bent_questions_are_answered(pair: EnginePair) -> None:
-    """Whatever is bent: an answer, and the producer goes on."""
+    """Any altered question gets an answer, and the producer goes on."""
     lease, rng = pair.offer([3]), random.Random(1)
     answers, kinds = part_of(pair.writer), set()
     for _ in range(400):

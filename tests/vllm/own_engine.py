@@ -118,7 +118,7 @@ class OwnEngine:
             self.own_cache.pool.free(blocks)
 
     async def alone(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
-        """What it answers by itself."""
+        """Return the engine's answer without another engine."""
         async with aclosing(self.engine.generate(prompt, max_tokens=max_tokens)) as found:
             return [token async for token in found]
 

@@ -37,7 +37,7 @@ NOT_FOR_PREFILL = ("stream_options", "min_tokens", "min_completion_tokens")
 
 
 def prefill_request(asked: dict[str, Any]) -> dict[str, Any]:
-    """What the prefill side is asked, for what a client has asked."""
+    """Return the request for the prefill side, for a client's request."""
     body = {key: value for key, value in asked.items() if key not in NOT_FOR_PREFILL}
     body |= {"kv_transfer_params": dict(PARAMS), "stream": False, "max_tokens": 1}
     if "max_completion_tokens" in body:
@@ -56,7 +56,7 @@ class Router:
         self._counts = {"prefill_instances": len(prefillers), "decode_instances": len(decoders)}
 
     def app(self) -> Starlette:
-        """What serves."""
+        """Return the application."""
         paths = ("/v1/completions", "/v1/chat/completions")
         routes = [Route(path, self._complete, methods=["POST"]) for path in paths]
         return Starlette(routes=[*routes, Route("/healthcheck", self._health)])
@@ -83,7 +83,7 @@ class Router:
 async def _prefill(
     engine: httpx.AsyncClient, path: str, body: dict[str, Any], headers: dict[str, str]
 ) -> dict[str, Any] | None:
-    """What the prefill side answers with; None if it has failed."""
+    """Return the answer of the prefill side, or None if it has failed."""
     try:
         answer = (await engine.post(path, json=prefill_request(body), headers=headers)).raise_for_status()
     except httpx.HTTPError:

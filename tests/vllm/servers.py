@@ -255,7 +255,7 @@ def hand_over(producer: Server, consumer: Server, prompt: Sequence[int], max_tok
 
 
 def introduction_of(server: Server, prompt: Sequence[int]) -> Ticket:
-    """Who the prefill side's ranks are: any ticket of theirs says so, as of an earlier answer."""
+    """Return the introduction of the prefill side's ranks, from the ticket of an earlier answer."""
     return Ticket.from_params(prefill(server, prompt[:1]))
 
 

@@ -42,7 +42,7 @@ QUESTIONS = [(0, 0), (0, 7), (3, 130)]
 CLOCKS = [0.0, 12345.678901, 9e9]
 NOTIFIED = ("cmpl-9d2f-0-0a1b2c3d", 2)
 GROUP_TABLES = ([4, 9, 2, 11, 5], [0, 0, 0, 21, 22])
-"""Of five blocks; what lies before the second one's window was given back."""
+"""Of five blocks; blocks before the second group's window were given back."""
 MODEL = SimpleNamespace(
     model="/m",
     dtype=torch.bfloat16,
@@ -60,7 +60,7 @@ HEARTBEAT = ["cmpl-9d2f-0-0a1b2c3d", "chatcmpl-77"]
 
 
 def heartbeat() -> bytes:
-    """What a stock worker sends, taken from its own method."""
+    """Return a stock worker's heartbeat, from its own method."""
     sent: list[bytes] = []
     worker = SimpleNamespace(
         _ensure_handshake=lambda *_: None,
@@ -75,7 +75,7 @@ def heartbeat() -> bytes:
 
 
 def params(tables: tuple[list[int], ...], windows: tuple[int, ...]) -> dict[str, Any]:
-    """What a stock scheduler answers, taken from its own methods. `windows` are its groups', in blocks; 0 is none."""
+    """Return a stock scheduler's answer, from its own methods. `windows`: blocks of each group's window; 0 for none."""
     clipped = SimpleNamespace(
         kv_cache_config=SimpleNamespace(select_transfer_block_ids=lambda blocks: blocks),
         _is_hma_required=any(windows),

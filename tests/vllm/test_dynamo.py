@@ -43,7 +43,7 @@ print(json.dumps({
 
 
 def made_by_dynamo(switch: str, port: int, **extra: Any) -> dict[str, Any]:
-    """What a prefill worker makes of its command line, in a process of its own."""
+    """Return the configuration that a prefill worker makes of its command line, in a process of its own."""
     transfer = json.dumps({**CONNECTOR, "kv_connector_extra_config": extra})
     command = [sys.executable, "-c", WHAT_DYNAMO_MAKES, "--model", str(MODEL), "--dtype", "float32"]
     command += ["--disaggregation-mode", "prefill", "--kv-transfer-config", transfer]

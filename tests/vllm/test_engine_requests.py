@@ -161,7 +161,7 @@ def all_tokens(name: str) -> list[int]:
 def test_a_ticket_of_other_tokens_is_not_used_and_one_of_the_same_with_something_else_fails_the_request(
     name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request of other tokens is computed. One that lacks a picture would be computed without it."""
+    """A request of other tokens is computed. A request without its picture would be computed without it."""
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     for of in PROMPTS:
         connector, request = connector_of(), request_of(name, params=ticket_of(of).to_params())

@@ -133,7 +133,7 @@ def test_a_request_that_waits_for_blocks_keeps_its_prompt(site: Site, story: lis
 
 @pytest.mark.parametrize(("asked", "status"), [(500, 500), (400, 500), (2000, 500), (2100, 400)])
 def test_what_decode_does_not_read_prefill_does_not_keep(site: Site, story: list[int], asked: int, status: int) -> None:
-    """Another prompt, a longer one, one that decode refuses: prefill's blocks are not taken for the rest of 30 s."""
+    """Another prompt, a longer prompt, a refused prompt: prefill's blocks are not taken for the rest of 30 s."""
     producer, consumer = site.have(PREFILL, DECODE)
     to_compute, to_receive = rendezvous(introduction_of(producer, story))
     read = producer.metric(ENDED, outcome="read")

@@ -68,7 +68,7 @@ def test_a_reader_whose_prefill_never_comes(chunked: tuple[Server, Server], stor
 
 
 def test_a_prefill_whose_reader_never_comes(chunked: tuple[Server, Server], story: list[int]) -> None:
-    """Its answer has the ticket, as ever: another reader may use that."""
+    """Its answer has the ticket: another reader may use it."""
     producer, consumer = chunked
     params, _ = rendezvous(introduction_of(producer, story))
     answer = producer.complete(story[:500], 1, kv_transfer_params=params, cache_salt="late")

@@ -62,7 +62,7 @@ def asked(connector: KVFlowConnector, **given: Any) -> tuple[str, ...]:
     ],
 )
 def test_whom_a_request_asks(given: dict[str, Any], peers: tuple[str, ...]) -> None:
-    """What is ignored leaves the request as it was: it asks the peers that the engine knows."""
+    """If hints are ignored, the request asks the peers that the engine knows."""
     connector = connector_with(prefixes(prefix_peers=[PEER]))
     assert asked(connector, **given) == peers
     ignored = {"2.0": ["action"], "fetch it": ["malformed"]}

@@ -114,7 +114,7 @@ def test_a_scheduler_that_knows_only_some_ranks_is_refused() -> None:
 
 
 def test_the_layout_of_the_cache_is_the_one_that_ranks_can_divide() -> None:
-    """Whatever VLLM_KV_CACHE_LAYOUT says: vLLM takes the connector's. Latents are not divided."""
+    """Whatever VLLM_KV_CACHE_LAYOUT is: vLLM uses the connector's layout. Latents are not divided."""
     given = vllm_config()
     assert KVFlowConnector.get_required_kvcache_layout(given) == "LBHNC"
     given.model_config.use_mla = True

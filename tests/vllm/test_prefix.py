@@ -318,7 +318,7 @@ class Conversation:
         self._rng = random.Random(seed)
         self._reference = reference
         self._prompts: list[list[int]] = []
-        """What was asked so far, each time with all that was said before."""
+        """The prompts so far, each with the whole conversation before it."""
         self._said = [*prompt_of(100, 9000), *prompt_of(60, 9001 + seed)]
 
     def ask(self, server: Server) -> None:

@@ -42,7 +42,7 @@ BLOCK_SIZE, CHUNK, WINDOW = 16, 48, 40
 ANSWER = 7
 """The token that is sampled every time."""
 Content = tuple[int, ...]
-"""What a slot of a token holds: all tokens up to it."""
+"""Content of a token's slot: all tokens up to it."""
 
 
 def config_of(*, share: bool = True, **changes: Any) -> VllmConfig:
@@ -124,7 +124,7 @@ class Engine:
             self._compute(*self.in_flight.pop(0))
 
     def _writes(self, output: SchedulerOutput) -> list[Any]:
-        """What a step will write, by block and slot."""
+        """Return the writes of a step, by block and slot."""
         found = []
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
@@ -165,7 +165,7 @@ class Engine:
         return request is not None and request.num_computed_tokens >= request.num_tokens
 
     def look(self) -> None:
-        """What the prefix cache has of each prompt is what lies there, also of what peers are still reading."""
+        """Check that the prefix cache names only blocks with the prompt's content, also while peers read them."""
         for pinned, prompt in self.reading:
             self.check(pinned, prompt)
 

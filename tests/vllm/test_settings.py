@@ -1,4 +1,4 @@
-"""What vLLM's configuration becomes, and which of it is refused. No server is started."""
+"""Settings that follow from vLLM's configuration, and refused configurations. No server is started."""
 
 from __future__ import annotations
 
@@ -439,7 +439,7 @@ def test_a_sleep_unregisters_the_cache_and_waking_introduces_its_ranks_anew() ->
 
 @pytest.mark.parametrize("option", ["enable_sleep_mode", "enable_cumem_allocator"])
 def test_ucx_is_told_that_vllm_may_unmap_the_cache(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As vLLM's NixlConnector does; what the user has set stays."""
+    """As vLLM's NixlConnector does; a user's setting stays."""
     monkeypatch.delenv("UCX_TLS", raising=False)
     monkeypatch.delenv("UCX_RCACHE_ENABLE", raising=False)
     for extra, told in (
@@ -558,7 +558,7 @@ def test_prompts_of_windows_are_computed_whole_for_stock_readers() -> None:
 
 
 def test_parameters_for_stock_readers_count_the_ranks_registrations() -> None:
-    """Whatever brings the scheduler its workers' tickets, those of a later registration name other incarnations."""
+    """Tickets of a later registration name other incarnations, whichever way the scheduler gets them."""
     config = vllm_config(stock_peers=True, stock={"serve_version": "0.33.0"})
     dialect = stock_settings.dialect_of(extra_of(config), Config(engine_id="e"), scheduling_of(config, [FULL]))
     ranks = [RankLease.without_lease_id(Rank(0, 0, tp), "first", "h", 1) for tp in (0, 1)]

@@ -45,7 +45,7 @@ def known_as(setup: Setup, engine_id: str) -> Setup:
 
 
 def assert_alive(producer: Server, consumer: Server, prompt: list[int]) -> None:
-    """By an answer of each, whichever is stock, and one that both have made."""
+    """By an answer of each server, whichever is stock, and an answer of both together."""
     expected = producer.text(prompt, **ALONE)
     assert consumer.text(prompt, **ALONE) == expected
     assert hand_over(producer, consumer, prompt) == expected
@@ -206,7 +206,7 @@ def whole(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def known(params: dict[str, Any]) -> dict[str, Any]:
-    """What a router keeps that knows the fields of stock vLLM."""
+    """Return the parameters that a router keeps if it knows stock vLLM's fields."""
     return {name: params[name] for name in line_of(VERSION).params}
 
 
@@ -228,7 +228,7 @@ def assert_routed(producer: Server, consumer: Server, story: list[int]) -> None:
 
 
 class TestALongLife:
-    """What happens to engines, and to requests that wait."""
+    """Faults of engines, and of requests that wait."""
 
     def test_a_request_that_waits_longer_than_the_lease_is_held_by_heartbeats(
         self, site: Site, story: list[int]

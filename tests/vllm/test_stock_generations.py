@@ -72,7 +72,7 @@ def blocks(num_tokens: int, first: int) -> list[int]:
 
 
 def tokens_of(cache: dict[str, torch.Tensor], block_ids: list[int], num_tokens: int) -> torch.Tensor:
-    """What the first `num_tokens` tokens of some blocks hold in each layer."""
+    """Return the content of the first `num_tokens` tokens of some blocks in each layer."""
     layers = torch.stack([tensor[block_ids].transpose(1, 2).flatten(0, 1) for tensor in cache.values()])
     return layers[:, :num_tokens]
 

@@ -22,7 +22,7 @@ from kvflow.testing.side_channel import Exchange, Frames, InprocSideChannel, set
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What the network and the engines' loops take, in virtual seconds."""
+    """Virtual seconds that the network and the engines' loops take."""
 
     latency_s: float = 1e-4
     """One way."""

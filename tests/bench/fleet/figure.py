@@ -13,7 +13,7 @@ _PHASES = ("cold start", "rolling restart", "all decode restart")
 
 
 def curves(results: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """What is drawn: for each axis its curves, as points over the number of ranks."""
+    """Return for each axis its curves, as points over the number of ranks."""
     fleet, memory = results["fleet"], results["memory"]
     found: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for axis, name in (("connections to the busiest rank", "connections"), ("longest wait for an answer, s", "wait_s")):

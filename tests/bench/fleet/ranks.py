@@ -37,7 +37,7 @@ class Role(enum.StrEnum):
 
 
 class FleetEnvironment:
-    """What all ranks of a fleet share."""
+    """The objects that all ranks of a fleet share."""
 
     def __init__(self, loop: VirtualLoop, connections_model: SimulatedConnections) -> None:
         self.loop = loop
@@ -95,7 +95,7 @@ class FleetRank:
 
     @property
     def block_of(self) -> torch.Tensor:
-        """(block, ...) of the one layer."""
+        """View of the only layer, by block."""
         return next(iter(self._tensors.values())).transpose(0, 1)
 
     @property

@@ -1,4 +1,4 @@
-"""What is found of fleets, and of the memory that peers take."""
+"""Results of fleets, and of the memory that peers take."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseResult:
-    """What one phase did to a fleet of `ranks` prefill and as many decode ranks."""
+    """Results of one phase, for `ranks` prefill ranks and as many decode ranks."""
 
     ranks: int
     phase: str

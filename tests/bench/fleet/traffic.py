@@ -40,7 +40,7 @@ class FleetShape:
 
 @dataclass(slots=True)
 class Loads:
-    """What came of the loads of one phase."""
+    """Outcomes of the loads of one phase."""
 
     right: int = 0
     lost: int = 0

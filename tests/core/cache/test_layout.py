@@ -317,7 +317,7 @@ def test_layers_without_numbers_are_not_matched_by_position(names: list[str], to
 
 @each("given_indices", [[31, 4], [0, (1 << 15) - 1], np.array([4, 1])])
 def test_layers_may_be_given_and_are_pythons_own_numbers(given_indices: Any) -> None:
-    """What messages carry has to be."""
+    """As messages carry them."""
     layout = infer({"layers.0": KV, "layers.1": KV}, layer_indices=given_indices, block_size=np.int64(N))
     assert (layout.layer_indices, {*map(type, layout.layer_indices)}) == (tuple(given_indices), {int})
     assert type(replace(layout, num_blocks=np.int64(3)).num_blocks) is int

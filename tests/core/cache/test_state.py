@@ -1,4 +1,4 @@
-"""State per request: which bytes of a slot are which units of which segment, and what cannot be."""
+"""State per request: which bytes of a slot belong to which unit of which segment, and invalid descriptions."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def test_no_two_pieces_of_a_chunk_could_be_one(case: Sides, data: st.DataObject)
 
 
 def test_opaque_blocks_are_read_whole_however_far_they_are_filled() -> None:
-    """What scales or checksums in a block mean for half of its tokens is not ours to know."""
+    """kvflow does not know the meaning of scales or checksums in a block, so it cannot read half of it."""
     for recipe in (PLAIN, HND, FUSED, LATENT, replace(PLAIN, block_padding=3)):
         here, there = Cache(recipe), Cache(recipe)
         heads, ours, theirs = heads_at(0, 0, recipe.heads), regions_of(here), regions_of(there)

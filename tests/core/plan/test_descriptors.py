@@ -362,7 +362,7 @@ def test_addresses_above_2_to_the_53_stay_exact() -> None:
     ),
 )
 def test_a_peers_table_is_refused_or_planned_exactly(stride: int, base: int, parts: tuple[str, ...]) -> None:
-    """Whatever addresses a peer claims: what passes the check must not trip the planner, nor wrap around in it."""
+    """Addresses of a peer that pass the check must not trip the planner, nor wrap around in it."""
     claim = {"bases": [base], "strides": [stride], "block": lump(4096), "parts": parts, "num_blocks": 2}
     try:
         there = regions_from_wire(msgspec.structs.replace(REGIONS, **claim))
@@ -539,7 +539,7 @@ def test_checked_ids_do_not_change_with_the_callers_array() -> None:
     ],
 )
 def test_bad_block_ids_are_named_in_short(block_ids: Any, named: str) -> None:
-    """What is a whole number at all is decided in `checks`."""
+    """`checks` decides whether a value is a whole number."""
     with pytest.raises(RequestError, match=rf"^req-1: block_ids: .{{,150}}{re.escape(named)}.{{,50}}$"):
         check(block_ids)
 

@@ -293,7 +293,7 @@ cache_shares = st.builds(
 @examples(100, 350)
 @given(ours=cache_shares, theirs=cache_shares)
 def test_heads_that_pass_are_planned_within_bounds(ours: CacheShare, theirs: CacheShare) -> None:
-    """Whatever a peer says of its heads: what `differences` lets pass never leads outside of a block."""
+    """Heads of a peer that pass `differences` never lead outside of a block."""
     if topology.differences((ours,), (theirs,)):
         return
     for rank in range(ours.tp_size):

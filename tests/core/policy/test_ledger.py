@@ -156,7 +156,7 @@ class LedgerAgainstModel(RuleBasedStateMachine):
                 self.ledger.end_load(ids)
 
     def teardown(self) -> None:
-        """Whatever happened: when all who use blocks have left, all blocks are free."""
+        """Whatever happened: when all users of blocks have left, all blocks are free."""
         for ids in self.leases:
             self.ledger.release(array(ids))
         for kept in self.kept:
@@ -234,7 +234,7 @@ def test_some_blocks_of_a_group_are_one_of_its_pools() -> None:
 
 
 def test_more_blocks_than_there_are_is_told_by_pool() -> None:
-    """Whoever uses them now: it is about what there can ever be."""
+    """Whoever uses blocks now: the message names the size of the pool."""
     groups = [blocks_of("a", 12, "one", split=2), blocks_of("b", 6, "one"), blocks_of("c", 3, "two")]
     ledger = BlockLedger(groups)
     ledger.lease(np.arange(9))

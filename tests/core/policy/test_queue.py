@@ -192,7 +192,7 @@ def test_one_server_serves_each_thing_once_and_passes_nobody_for_long(sizes: lis
 
 
 def deliver(queue: FairQueue, count: int, took_s: float, peer: str = "p") -> None:
-    """So many permits of 10, two at a time, each of which takes so long."""
+    """Deliver `count` permits of 10, two at a time. Each takes `took_s`."""
     under_way = [queue.request_permit((10, 1), peer) for _ in range(2)]
     for _ in range(count):
         queue.end(under_way.pop(0), took_s)

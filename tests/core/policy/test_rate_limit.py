@@ -36,7 +36,7 @@ def test_who_keeps_to_the_rate_is_never_held_up(requests_per_s: int, start_s: fl
 
 @given(STEPS)
 def test_peers_do_not_share(steps: list[tuple[str, float]]) -> None:
-    """What others do changes nothing for a peer, as long as there is room."""
+    """Requests of other peers change nothing for a peer, as long as there is room."""
     together, alone = (RateLimiter(requests_per_s=2, peers_max=3) for _ in range(2))
     now_s = 0.0
     for peer, pause_s in steps:

@@ -55,7 +55,7 @@ def facts_of(
 
 
 def test_caches_between_which_blocks_can_be_planned_are_compatible() -> None:
-    """What a plan makes up for is no fact: where K and V lie, the order of axes, sizes of blocks, heads of a rank."""
+    """A plan makes up for other differences: place of K and V, order of axes, block sizes, heads of a rank."""
     assert {
         facts_of(torch.zeros(2, 7, 4, 3, 8)),
         facts_of(torch.zeros(9, 2, 4, 3, 8)),  # K and V elsewhere, another number of blocks

@@ -302,7 +302,7 @@ def altered(value: Any, hostile: Any) -> Iterator[Any]:
 
 @each("kind", DECODERS)
 def test_no_field_carries_what_could_not_be_said(kind: str) -> None:
-    """What is decoded can be encoded, compared and printed. The reason of a refusal is one line."""
+    """Decoded messages can be encoded, compared and printed. The reason of a refusal is one line."""
     decode, samples = DECODERS[kind]
     for message in {type(sample): sample for sample in samples}.values():
         plain = msgspec.msgpack.decode(codec.encode(message))

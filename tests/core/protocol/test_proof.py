@@ -1,4 +1,4 @@
-"""SealProof: whatever a lease does, no read of one that has ended is called fresh, and one that lasts always is."""
+"""SealProof: no read of a lease that has ended counts as fresh, and every read of a lasting lease does."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def test_a_seal_fetched_meanwhile_is_trusted_for_half_of_the_hold_at_most(hold_s
 
 @given(lease_id=lease_ids, end=st.integers(0, SEAL_SIZE_BYTES - 1))
 def test_a_part_of_an_id_is_held_by_no_word(lease_id: str, end: int) -> None:
-    """Also if what is left out is zeros, which count for nothing."""
+    """Also if only zeros are left out."""
     table = SealTable(1)
     part = lease_id[: 2 * end]
     table.seal(0, part + "00" * (SEAL_SIZE_BYTES - end))

@@ -1,4 +1,4 @@
-"""Tickets survive routers that forward common fields only; what is no spare of a ticket is left alone."""
+"""Tickets survive routers that forward common fields only; other parameters are not changed."""
 
 from __future__ import annotations
 

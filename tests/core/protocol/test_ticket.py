@@ -118,7 +118,7 @@ def test_the_field_names_that_routers_forward() -> None:
 
 
 def test_a_router_that_knows_the_producer_by_another_name_is_believed() -> None:
-    """The first rank's address is the one that routers see and may rewrite."""
+    """Routers see the first rank's address, and may rewrite it."""
     found = Ticket.from_params({**TICKET.to_params(), "remote_host": "proxy", "remote_port": 7})
     assert [lease.address for lease in found.ranks] == ["tcp://proxy:7", "tcp://10.0.0.8:5602"]
 
@@ -127,7 +127,7 @@ def test_a_router_that_knows_the_producer_by_another_name_is_believed() -> None:
 
 
 def where_of(params: dict[str, Any], path: str) -> tuple[Any, str]:
-    """What holds the field at a path such as "kvflow.ranks.0.lease_id", and the field's name."""
+    """Return the container of the field at a path such as "kvflow.ranks.0.lease_id", and the field's name."""
     where: Any = params
     *parents, name = path.split(".")
     for parent in parents:
@@ -254,7 +254,7 @@ def test_what_a_router_adds_may_have_any_name() -> None:
 
 
 def test_no_ticket_exists_that_was_not_checked() -> None:
-    """Whoever makes one: its constructor takes what a dict may hold, and copies are equal."""
+    """The constructor accepts the values of a dict, and copies are equal."""
     values = asdict(TICKET)
     assert Ticket(**values) == TICKET == pickle.loads(pickle.dumps(TICKET)) == copy.copy(TICKET)
     assert Ticket(**values | {"block_ids": [3, 7, 9], "ranks": [FIRST, asdict(SECOND)]}) == TICKET
@@ -451,7 +451,7 @@ def test_a_rank_on_a_port_of_the_systems_choice_has_to_be_named() -> None:
 
 @each(("port", "rank"), [(1, Rank(4, 0, 0)), (65535, Rank(4, 2, 1))])
 def test_a_rank_that_would_listen_at_no_port_is_refused(port: int, rank: Rank) -> None:
-    """The first rank's port is a router's to change; what follows from it must be a port too."""
+    """The first rank's port is a router's to change; the other ranks' ports follow from it, and must be ports, too."""
     ticket = replace(TICKET, ranks=(replace(FIRST, port=port),))
     with pytest.raises(RequestError, match=rf"^ticket: remote_port {port} .*not in 1\.\.65535"):
         ticket.address_of(rank)
@@ -679,8 +679,7 @@ def test_the_blocks_of_windows_and_states_in_the_end() -> None:
 
 NOT_DIGESTED = {"do_remote_prefill", "do_remote_decode", "remote_host", "remote_port", "kvflow", "ranks", "version"}
 NOT_DIGESTED |= {"ttl_s", "fixed_ports", "traceparent", "host", "port", "digest", "remote_engine_id"}
-"""Who the engine is and where it listens, which its ranks say themselves, and routers may rewrite; times, which decide
-nothing; traces; and what is checked by itself."""
+"""The engine and its address, which its ranks confirm; times and traces; and fields that are checked elsewhere."""
 OTHER_VALUES: dict[type, Any] = {int: lambda one: one + 1, bool: lambda one: not one, list: lambda one: [*one[:-1], 1]}
 
 
@@ -695,7 +694,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def with_other(params: dict[str, Any], path: tuple[Any, ...]) -> dict[str, Any] | None:
-    """A copy with another value of the same type there; None for a value that has none."""
+    """Return a copy with another value of the same type at `path`, or None if there is no other value."""
     found = json.loads(json.dumps(params))
     *parents, name = path
     where = found

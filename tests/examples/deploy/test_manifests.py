@@ -25,7 +25,7 @@ from kvflow import Config
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "examples" / "deploy"
 VERSION = "1.33"
-"""Of Kubernetes, one that clusters have; `preStop.sleep` is on by default from 1.30 on."""
+"""A version of Kubernetes in use; `preStop.sleep` is on by default since 1.30."""
 
 Manifest = dict[str, Any]
 FILES = sorted(DEPLOY.rglob("*.yaml"))

@@ -20,7 +20,7 @@ from kvflow.prefix.kv_events.batches import AllBlocksCleared, BlockStored, KVEve
 async def following(
     *told: KVEvent, replays: bool = True, answers: bool = True, topic: str = ""
 ) -> AsyncIterator[tuple[ScriptedPublisher, KnownMap, Callable[[], SourceStatistics]]]:
-    """A publisher that has told its one subscriber of these as numbers 0, 1, .. by a replay; what is known and seen."""
+    """Yield a publisher that has replayed these events from number 0, its subscriber's map, and the statistics."""
     known = KnownMap()
     async with (
         ScriptedPublisher() as publisher,
@@ -112,7 +112,7 @@ async def test_an_answer_that_is_none_ends_a_replay(answer: list[bytes]) -> None
 
 
 async def test_a_publisher_that_was_restarted_under_its_address_begins_anew() -> None:
-    """Its next number is the one that would have come from the one before."""
+    """Its next number is the number that the earlier publisher would have used."""
     async with following(stored(1)) as (first, known, seen):
         await first.__aexit__(None, None, None)
         await until(lambda: not known.blocks)

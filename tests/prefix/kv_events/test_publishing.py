@@ -18,7 +18,7 @@ ANYWHERE = "tcp://127.0.0.1:0"
 
 
 async def replay(endpoint: str | None, *question: bytes) -> list[list[bytes]]:
-    """What a publisher answers, up to the end."""
+    """Return a publisher's answer, up to its end."""
     with zmq.asyncio.Context.instance().socket(zmq.DEALER) as socket:
         assert endpoint is not None
         socket.connect(endpoint)

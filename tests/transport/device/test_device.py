@@ -1,4 +1,4 @@
-"""What a cache's device is asked for, and when: by devices that only tell, with memory of the CPU."""
+"""Requests to a cache's device, and their times: by recording devices with memory of the CPU."""
 
 from __future__ import annotations
 
