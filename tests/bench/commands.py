@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from functools import partial
 from inspect import Parameter, Signature
@@ -33,13 +33,8 @@ _JSON = Annotated[
 _VERDICT_STYLES = {Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.NOT_MEASURED: "dim"}
 
 
-def add_scenario(
-    app: typer.Typer,
-    name: str,
-    kind: type[Scenario],
-    afterwards: Callable[[Scenario, Outcome], None] = lambda scenario, outcome: None,
-) -> None:
-    """Make a scenario a command of `app`; `afterwards` is called once its tables are printed."""
+def add_scenario(app: typer.Typer, name: str, kind: type[Scenario]) -> None:
+    """Make a scenario a command of `app`."""
 
     def command(**options: Any) -> None:
         json_file = options.pop("json_file")
@@ -49,8 +44,6 @@ def add_scenario(
             notes.print(f"load average {machine['load_average_1m']:.1f} before; every number includes other work here")
             outcome = run_scenario(scenario, note=notes.print)
         print_outcome(outcome, Console())
-        with errors_reported(f"bench {name}", SettingsError, OSError):
-            afterwards(scenario, outcome)
         if json_file is not None:
             numbers = {"settings": asdict(scenario), "machine": machine, **as_json(outcome)}
             json_file.write(json.dumps(numbers, indent=2) + "\n")

@@ -4,5 +4,5 @@ channel  connections of the side channel and what answering costs, as a model
 ranks    the ranks: opened, killed, drained, opened again
 traffic  requests of decode ranks, and their outcomes
 memory   bytes that one more peer costs a rank
-scenario the options, the sizes, the judge               figure  the curves, drawn
+scenario the options, the sizes, the judge
 """

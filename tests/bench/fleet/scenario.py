@@ -32,7 +32,6 @@ class FleetBench:
     rate: Annotated[float, "Requests a second for each decode rank."] = 1.0
     answer_ms: Annotated[float, "What a question takes of the loop of the rank that is asked."] = 1.0
     layers: Annotated[int, "Layers of the caches whose memory for each peer is counted."] = 80
-    figure: Annotated[str, "An SVG file for the curves; needs matplotlib (`pip install --group figures`)."] = ""
 
     def sets(self) -> Sequence[RankSet]:
         try:
