@@ -1,10 +1,10 @@
 """The optional features ("parts") that a request or a device may need.
 
-Each part is imported at its first use, and is complete in its folder. If the folder, its tests and its row in `PARTS`
-are deleted, everything else works, and a request that needs the part fails with an error that names the part. Parts
-with settings or state have no row: users pass them to `Runtime(parts=[...])`.
+Each part is imported at its first use, and is complete in its folder. If the folder, its tests and its rows in `PARTS`
+and `REQUESTS` are deleted, everything else works, and a request that needs the part fails with an error that names the
+part. Parts with settings or state have no row: users pass them to `Runtime(parts=[...])`.
 
-A part that keeps state for a registered cache has a function `begin(cache)` in its module, which returns that state.
+A part that keeps state for a registered cache has a function `begin(host)` in its module, which returns that state.
 """
 
 from __future__ import annotations
@@ -23,6 +23,14 @@ PARTS: Mapping[str, str] = {
     "verify": "kvflow.verify.verifying",  # loads that compare digests, and the producer's answers to them
 }
 """Full name of each optional part's module, by the name of the part's folder in kvflow/."""
+
+REQUESTS: Mapping[str, str] = {
+    "growing": "kvflow.growing.decline_request",
+}
+"""Full name of the module with `REQUEST`, the type of requests from peers to an optional part, by the part's name.
+
+These modules are imported when a runtime opens, so that its listener decodes these requests.
+"""
 
 
 def import_part(name: str, what: str, kind: type[KVFlowError] = RequestError) -> ModuleType:

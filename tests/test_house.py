@@ -98,6 +98,7 @@ _PURE_OF_CONNECTORS += ("scheduler", "scheduling_config", "cached_prompts", "ste
 _PURE_OF_CONNECTORS += ("kv_hints", "plugin_settings", "request_states")
 PURE_HALVES = {
     "connector": _PURE_OF_CONNECTORS,
+    "growing": ("decline_request",),
     "prefix": (
         *("keys", "kv_events/batches", "kv_events/prefix_map"),
         *("load_rates", "prefix_cache", "seek_request", "testing"),

@@ -16,7 +16,9 @@ from heapq import merge
 
 from kvflow.checks import counted
 from kvflow.core.policy.history import History
+from kvflow.core.protocol import messages
 from kvflow.errors import COMPUTE
+from kvflow.growing.decline_request import DeclineRequest
 from kvflow.growing.growing_leases import GrowingLeases
 from kvflow.growing.lease_questions import FollowedLease, LeaseQuestions
 from kvflow.growing.pending_tickets import PendingTickets
@@ -55,6 +57,11 @@ class GrowingLoads:
         self.check_tensors = host.resources.ledger.check_tensors
         self._host = host
         self.loads_begun = 0
+
+    def answer(self, question: messages.ReaderRequest) -> messages.Ack:
+        """Apply the notice that the readers of a request are to be redirected, the only request to this part."""
+        assert isinstance(question, DeclineRequest), "by its row in parts.REQUESTS"
+        return self.pending_tickets.redirect(question)
 
     def ask_about_leases(self, load: Load, sources: Sequence[Source], matched: MatchedChunks) -> None:
         """Begin to ask the ranks of `sources` about what seals do not show: block ids, payload, end of the lease.

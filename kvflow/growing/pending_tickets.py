@@ -18,6 +18,7 @@ from typing import TypeAlias, TypeVar
 
 import msgspec
 
+from kvflow.core.bounds import REASON_CHARS_MAX
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
@@ -34,10 +35,11 @@ from kvflow.errors import (
     RequestError,
     RuntimeUnavailable,
 )
+from kvflow.growing.decline_request import DeclineRequest
 from kvflow.logs import logger_of
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.plan import check_awaited_offer
-from kvflow.runtime.load.requests import LoadReport
+from kvflow.runtime.load.requests import GivenTicket, LoadReport
 from kvflow.runtime.part import PartHost
 from kvflow.runtime.peers.peer import Peer, Source, check_parallelism, peer_text
 from kvflow.runtime.peers.ticket_resolver import VISITS_AT_ONCE_MAX, lease_from_answer
@@ -64,6 +66,8 @@ class PendingTickets:
         self._spawn = host.context.spawn
         self._limits = host.context.config.limits
         self._local = host.context.local
+        self._incarnation = host.context.incarnation
+        self._lease_answers = host.serving.lease_answers
         self._resolver = host.kvflow_resolver
         self._remote_leases = host.leases
         self._guessable_logged = False
@@ -125,13 +129,25 @@ class PendingTickets:
         elsewhere = self._redirect_ticket(ticket, *redirects[0])
         return await self._await_offers_once(elsewhere, on_lease, connected, give_up_s, [])
 
-    def redirect_readers(self, awaited: Ticket, reason: str, instead: Ticket | None) -> None:
-        """Notify the ranks of the pending ticket `awaited` that the request came to this engine, or will not be served.
+    def redirect(self, notice: DeclineRequest) -> messages.Ack:
+        """Answer the readers that wait at this rank: the router has sent their request to the sender of `notice`."""
+        self._lease_answers.redirect(notice.request_id, notice.reason, notice.instead)
+        return messages.Ack(incarnation=self._incarnation)
+
+    def redirect_readers(self, request_id: str, reason: str, at: GivenTicket, instead: GivenTicket | None) -> None:
+        """Notify the ranks of the pending ticket `at` that the request came to this engine, or will not be served.
 
         Start a task that sends the notifications. `instead`: a pending ticket for this engine, given to the readers
-        that wait at those ranks. If None, the loads of these readers fail with the text `reason`.
+        that wait at those ranks. If None, the loads of these readers fail with the text `reason`. RequestError if one
+        of the two is no pending ticket of the request `request_id`.
         """
-        params = b"" if instead is None else msgspec.msgpack.encode(instead.to_params())
+        places = [self._resolver.read_ticket(one) for one in (at, instead) if one is not None]
+        for ticket in places:
+            if not ticket.awaited or ticket.request_id != request_id:
+                what = f"request {request_id!r}: decline: expected a pending ticket of it"
+                raise RequestError(f"{what}, got a ticket of {ticket.request_id[:80]!r}")
+        awaited, reason = places[0], reason[:REASON_CHARS_MAX]
+        params = b"" if instead is None else msgspec.msgpack.encode(places[1].to_params())
         fits = params if len(params) <= messages.REDIRECT_BYTES_MAX else b""
         with contextlib.suppress(RuntimeUnavailable):
             self._spawn(self._send_redirects(awaited, reason, fits), name=f"kvflow-send-on {awaited.request_id}")
@@ -149,7 +165,7 @@ class PendingTickets:
 
         async def notify_rank(lease: RankLease) -> None:
             at = Address(awaited.engine_id, Rank(awaited.dp_rank, lease.pp_rank, lease.tp_rank), lease.address)
-            question = messages.DeclineRequest(
+            notice = DeclineRequest(
                 reader=self._local.reader,
                 target=at,
                 request_id=awaited.request_id,
@@ -158,7 +174,7 @@ class PendingTickets:
             )
             async with room:
                 try:
-                    await self._peers.send(self._peers.get(at), question)
+                    await self._peers.send(self._peers.get(at), notice)
                 except KVFlowError as error:
                     logger.info("request %s: its readers are not redirected: %s", awaited.request_id, error)
 

@@ -177,8 +177,8 @@ class Incarnation:
             messages.ReleaseRequest: serving.release,
             messages.DigestRequest: lambda question: optional.verify("a question for digests").answer(question),
             messages.LeaseRequest: serving.lease_answers.answer,
-            messages.DeclineRequest: serving.lease_answers.redirect,
             messages.Goodbye: self._on_goodbye,
+            **optional.answers(),
         }
         for one in runtime.parts:
             self._answers.update(one.answers)

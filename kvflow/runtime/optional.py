@@ -7,7 +7,10 @@ part.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import contextlib
+import importlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol, TypeAlias, cast
 
 from kvflow.config import Config
@@ -15,12 +18,12 @@ from kvflow.core.cache.groups import CacheGroup
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, KVFlowError, RequestError
-from kvflow.parts import import_part
+from kvflow.parts import REQUESTS, import_part, importing_part
 from kvflow.runtime.channel.protocol import Answered
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.load import Load, LoadPerformer
 from kvflow.runtime.load.plan import MatchedChunks, Plan
-from kvflow.runtime.load.requests import LoadReport
+from kvflow.runtime.load.requests import GivenTicket, LoadReport
 from kvflow.runtime.memory import BlockCopier, HostBlocks
 from kvflow.runtime.peers.peer import Source
 from kvflow.runtime.producer.blocks import LeaseCopies, OfferedBlocks
@@ -32,6 +35,12 @@ ReadBlocks: TypeAlias = Callable[[Load, Flight, Plan], Awaitable[bool]]
 computes the blocks, or with a comparison of digests. Awaiting its result gives True if the leases covered all reads."""
 
 
+class Answering(Protocol):
+    """What peers need of an optional part that has a type of requests (`parts.REQUESTS`)."""
+
+    def answer(self, question: messages.ReaderRequest) -> Answered: ...
+
+
 class PendingTickets(Protocol):
     """Loads of pending tickets, with an offer that is still to come."""
 
@@ -41,10 +50,10 @@ class PendingTickets(Protocol):
 
     async def await_offers(self, ticket: Ticket, on_lease: Callable[[Source, float], None]) -> Ticket: ...
 
-    def redirect_readers(self, awaited: Ticket, reason: str, instead: Ticket | None) -> None: ...
+    def redirect_readers(self, request_id: str, reason: str, at: GivenTicket, instead: GivenTicket | None) -> None: ...
 
 
-class Growing(Protocol):
+class Growing(Answering, Protocol):
     """What readers need of `kvflow.growing`: leases that grow, and pending tickets."""
 
     @property
@@ -109,11 +118,28 @@ class OptionalParts:
     def failover(self, what: str) -> Failover:
         return cast(Failover, self._part("failover", what, RequestError))
 
+    def answers(self) -> Mapping[type[messages.ReaderRequest], Callable[[messages.ReaderRequest], Answered]]:
+        """Return the functions that answer requests of peers to optional parts, by type of request."""
+        return {kind: partial(self._answer, name) for kind, name in requests_of_parts().items()}
+
+    def _answer(self, name: str, question: messages.ReaderRequest) -> Answered:
+        what = f"a question of kind {question.__struct_config__.tag!r}"
+        return cast(Answering, self._part(name, what, RequestError)).answer(question)
+
     def _part(self, name: str, what: str, kind: type[KVFlowError]) -> object:
         begun = self._begun.get(name)
         if begun is None:
             begun = self._begun[name] = import_part(name, what, kind).begin(self._host)
         return begun
+
+
+def requests_of_parts() -> Mapping[type[messages.ReaderRequest], str]:
+    """Return the name of each installed part that has a type of requests, by that type."""
+    found: dict[type[messages.ReaderRequest], str] = {}
+    for name, module in REQUESTS.items():
+        with contextlib.suppress(RequestError), importing_part(name, "a peer", RequestError):
+            found[importlib.import_module(module).REQUEST] = name
+    return found
 
 
 def lease_growth(

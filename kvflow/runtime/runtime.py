@@ -15,13 +15,12 @@ from typing import Any, Self
 
 from kvflow import checks
 from kvflow.config import Config
-from kvflow.core.bounds import REASON_CHARS_MAX
 from kvflow.core.cache.groups import CacheGroup
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import ConfigError, KVFlowError, RequestError, RuntimeUnavailable, UsageError
+from kvflow.errors import ConfigError, KVFlowError, RuntimeUnavailable, UsageError
 from kvflow.runtime.load.leases import warn_if_never_entered
 from kvflow.runtime.load.load import Load, refused_load
 from kvflow.runtime.load.loader import Loader
@@ -258,14 +257,7 @@ class Runtime:
         if at is None:
             host.serving.decline(wanted, why)
             return
-        places = [host.kvflow_resolver.read_ticket(one) for one in (at, instead) if one is not None]
-        for ticket in places:
-            if not ticket.awaited or ticket.request_id != wanted:
-                raise RequestError(
-                    f"{what}: expected a pending ticket of it, got a ticket of {ticket.request_id[:80]!r}"
-                )
-        pending_tickets = host.optional.growing(what).pending_tickets
-        pending_tickets.redirect_readers(places[0], why[:REASON_CHARS_MAX], places[1] if instead is not None else None)
+        host.optional.growing(what).pending_tickets.redirect_readers(wanted, why, at, instead)
 
     async def load_blocks(self, request: LoadRequest) -> LoadReport:
         """Read the blocks that a ticket offers into local blocks. The same as `await start_load(request)`.

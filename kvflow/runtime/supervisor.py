@@ -40,6 +40,7 @@ from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.incarnation import Incarnation, RuntimeFacts, register
 from kvflow.runtime.memory import BlockCopier
 from kvflow.runtime.open_files import ReaderAdmission
+from kvflow.runtime.optional import requests_of_parts
 from kvflow.runtime.part import Ending, Part, PartHost, StockPart
 from kvflow.runtime.records import Observers
 from kvflow.runtime.registration import Registration
@@ -114,7 +115,8 @@ class Supervisor:
             self.config = replace(self.config, advertise_host=self.host)
         await first.open()
         try:
-            requests = codec.requests_with(kind for part in self.parts for kind in part.answers)
+            of_parts = [kind for part in self.parts for kind in part.answers]
+            requests = codec.requests_with([*requests_of_parts(), *of_parts])
             self.listener = await self.side_channel.listen(self._answer, requests)
             if any(isinstance(part, StockPart) for part in self.parts):
                 self.listener.answer_stock = self._answer_stock

@@ -13,6 +13,7 @@ from kvflow.core.plan.topology import CacheShare, Rank
 from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.notifications import ReadDone
+from kvflow.growing.decline_request import DeclineRequest
 from kvflow.stock.wire import encode_question
 
 ODD_NUMBERS = [True, -1, 0, 1, (1 << 31) - 1, (1 << 63) - 1, -(1 << 63), (1 << 64) - 1]
@@ -119,7 +120,7 @@ def requests(rng: Random, cache_shares: tuple[CacheShare, ...]) -> list[messages
         messages.LeaseRequest(
             reader=READER, target=TARGET, request_id="honest", lease_id="0" * 32, known=(0,), wait_s=rng.random()
         ),
-        messages.DeclineRequest(
+        DeclineRequest(
             reader=READER, target=TARGET, request_id=rng.choice(("honest", "x")), reason="no", instead=rng.randbytes(9)
         ),
         messages.Goodbye(target=TARGET, sender=Address("reader", Rank(0, 0, 0), "tcp://127.0.0.1:1"), incarnation="0"),

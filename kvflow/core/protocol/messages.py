@@ -158,20 +158,6 @@ class DigestRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_digests")
     parts: DigestParts
 
 
-class DeclineRequest(ReaderRequest, frozen=True, kw_only=True, tag="decline"):
-    """Notice that a router has sent a request to the sender's engine, while readers of the request wait at this rank.
-
-    The rank answers these readers with `reason` and `instead`. The secret request id authorizes the notice. The answer
-    to the notice is an `Ack`.
-    """
-
-    request_id: RequestName
-    reason: Reason
-    """Reason of the `LeaseAnswer` that the waiting readers get."""
-    instead: Redirect = b""
-    """Pending ticket of the engine from which readers can load the request, encoded as in `LeaseAnswer.instead`."""
-
-
 class RegionTable(msgspec.Struct, frozen=True, kw_only=True):
     """The message form of `regions.Regions`, for one set of layers."""
 
@@ -292,7 +278,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
 
 
 class Ack(msgspec.Struct, frozen=True, kw_only=True, tag="noted"):
-    """The acknowledgement of a `Goodbye`, `DeclineRequest` or `ReleaseRequest`."""
+    """The acknowledgement of a `Goodbye`, a `ReleaseRequest`, or a notice to an optional part."""
 
     incarnation: Incarnation
     """Incarnation of the rank that sends the acknowledgement."""
@@ -300,7 +286,7 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, tag="noted"):
 
 Request: TypeAlias = ReaderRequest | Goodbye
 """A question to a rank: a type of the core, or a `ReaderRequest` type of an optional part."""
-CoreRequest: TypeAlias = MetadataRequest | LeaseRequest | ReleaseRequest | DigestRequest | Goodbye | DeclineRequest
+CoreRequest: TypeAlias = MetadataRequest | LeaseRequest | ReleaseRequest | DigestRequest | Goodbye
 Reply: TypeAlias = Metadata | LeaseAnswer | Digests | Ack | Refusal
 
 

@@ -226,7 +226,7 @@ class Peers:
             raise peer.at.failure(ProtocolError, f"expected {names}, got {type(reply).__name__}")
         return reply
 
-    async def send(self, peer: Peer, message: messages.ReleaseRequest | messages.DeclineRequest) -> messages.Ack:
+    async def send(self, peer: Peer, message: messages.ReaderRequest) -> messages.Ack:
         """Send `message` to a peer, and return the peer's acknowledgement."""
         self.check_back_off(peer, None)
         async with peer.questions:

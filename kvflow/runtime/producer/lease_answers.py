@@ -67,7 +67,6 @@ class LeaseAnswers:
     def __init__(
         self,
         clock: Clock,
-        incarnation: str,
         open_lease: Callable[[str], OpenLease | None],
         served: Callable[[str], bool],
     ) -> None:
@@ -79,7 +78,6 @@ class LeaseAnswers:
         """Waiting questions by request id, in order of arrival. The inner dict serves as an ordered set."""
         self._of_reader: Counter[str] = Counter()
         self.waiting = 0
-        self._incarnation = incarnation
         self._kept_answers: BoundedMap[str, messages.LeaseAnswer] = BoundedMap(_KEPT_ANSWERS_MAX)
         """Answers by request id, for the last few thousand requests that were declined, failed or had no blocks.
 
@@ -114,16 +112,14 @@ class LeaseAnswers:
         """Answer waiting and later questions about a request: its prompt will not be computed, because of `reason`."""
         self._keep_answer(request_id, _failed_answer(reason))
 
-    def redirect(self, question: messages.DeclineRequest) -> messages.Ack:
+    def redirect(self, request_id: str, reason: str, instead: bytes) -> None:
         """Answer waiting and later questions about a request that the router has sent to another engine.
 
-        `question`: the notice from the other engine. The answer has the reason in the notice and, if the notice has
-        one, the pending ticket with which readers go on at the other engine. A request that is or was served here, or
-        is declined here, keeps its answers.
+        The answer has `reason` and, unless `instead` is empty, the encoded pending ticket with which readers go on at
+        the other engine. A request that is or was served here, or is declined here, keeps its answers.
         """
-        self._redirects[question.request_id] = _failed_answer(question.reason, question.instead)
-        self.answer_waiting(question.request_id)
-        return messages.Ack(incarnation=self._incarnation)
+        self._redirects[request_id] = _failed_answer(reason, instead)
+        self.answer_waiting(request_id)
 
     def answer_waiting(self, request_id: str) -> None:
         """Answer those waiting questions about a request that can be answered now.

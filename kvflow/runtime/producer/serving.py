@@ -83,9 +83,7 @@ class Serving:
         self.digests = {"digests": 0, "digests_refused": 0}
         """Numbers of readers' questions for digests, answered and refused. `verify.LoadVerifier` counts them."""
         self._late_reads = 0
-        self.lease_answers = LeaseAnswers(
-            context.clock, context.incarnation, self.open_lease, self._book.ended_recently
-        )
+        self.lease_answers = LeaseAnswers(context.clock, self.open_lease, self._book.ended_recently)
         self._growth: LeaseGrowth | None = None
         """Serves leases that are opened before all tokens are computed; None until it is needed."""
         self._all_ended = asyncio.Event()
