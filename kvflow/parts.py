@@ -26,6 +26,7 @@ PARTS: Mapping[str, str] = {
 
 REQUESTS: Mapping[str, str] = {
     "growing": "kvflow.growing.decline_request",
+    "verify": "kvflow.verify.digest_request",
 }
 """Full name of the module with `REQUEST`, the type of requests from peers to an optional part, by the part's name.
 

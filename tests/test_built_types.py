@@ -13,10 +13,11 @@ NEVER_DECODED = {
     "kvflow.connector.step": "an engine's own channel carries steps; kvflow only makes them",
     "kvflow.core.protocol.prompts": "marks are within a step",
     "kvflow.core.protocol.messages.ReaderRequest": "what requests have in common",
+    "kvflow.core.protocol.messages.PartReply": "what replies of parts have in common",
 }
 NEED_AN_ENGINE = ("kvflow.ray", "kvflow.sglang", "kvflow.vllm")
-_BUILDERS = {"built", "requests_with"}
-"""The second is called when a runtime opens: what its types need is built before."""
+_BUILDERS = {"built", "requests_with", "replies_with"}
+"""The second is called when a runtime opens, the third at import: what their types need is built before, or then."""
 
 UNBUILT = f"""
 import gc, importlib, pkgutil

@@ -106,7 +106,7 @@ PURE_HALVES = {
     "stock": ("deadline", "engine_ranks", "metadata_conversion", "params", "texts", "versions", "wire"),
     "storage": ("entry", "index", "placing"),
     "staging": ("whole_blocks",),
-    "verify": ("digests",),
+    "verify": ("digest_request", "digests"),
 }
 """Decisions of parts and integrations, as pure as the core's."""
 ALSO_PURE = {f"kvflow/{part}/{name}.py" for part, names in PURE_HALVES.items() for name in names}

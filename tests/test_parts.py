@@ -111,7 +111,7 @@ async def test_a_producer_without_verify_refuses_digests(monkeypatch: pytest.Mon
         lease, consumer = pair.offer([3]), pair.consumer.runtime
         consumer._supervisor.require_host().optional.verify("the reader has it")
         monkeypatch.setattr(parts, "PARTS", {})
-        with pytest.raises(PeerRefused, match=r"a question for digests needs kvflow\.verify"):
+        with pytest.raises(PeerRefused, match=r"a question of kind 'get_digests' needs kvflow\.verify"):
             await consumer.load_blocks(LoadRequest("req", lease.ticket, [0], verify=True))
 
 

@@ -47,8 +47,6 @@ SealAddress: TypeAlias = Annotated[int, Meta(ge=1, le=INT64_MAX - 16 * SEALS_MAX
 """Address of a table of 16-byte seals. The bound keeps the table's end below 2**63."""
 DeviceIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 16)]
 Word32: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
-Word64: TypeAlias = Annotated[int, Meta(ge=0)]
-"""Unsigned 64-bit number. MessagePack has no larger numbers, so no upper bound is needed."""
 
 Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=_FINITE_MAX)]
 Wait: TypeAlias = Annotated[float, Meta(ge=0, le=WAIT_S_MAX)]

@@ -175,7 +175,6 @@ class Incarnation:
         """The first error of each method of a part that is called at its end, as text, by the part's and its name."""
         self._answers: dict[type[Any], Callable[[Any], Answered]] = {
             messages.ReleaseRequest: serving.release,
-            messages.DigestRequest: lambda question: optional.verify("a question for digests").answer(question),
             messages.LeaseRequest: serving.lease_answers.answer,
             messages.Goodbye: self._on_goodbye,
             **optional.answers(),

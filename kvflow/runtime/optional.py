@@ -75,13 +75,11 @@ class Staging(Protocol):
     def lease_copies(self) -> Callable[[], LeaseCopies]: ...
 
 
-class Verify(Protocol):
+class Verify(Answering, Protocol):
     """What loads, and the answers to readers, need of `kvflow.verify`."""
 
     @property
     def problem(self) -> str: ...
-
-    def answer(self, question: messages.DigestRequest) -> Answered: ...
 
     def read_verified(self, reader: ReadBlocks | None, load: Load, flight: Flight, plan: Plan) -> Awaitable[bool]: ...
 

@@ -160,7 +160,7 @@ class InprocSideChannel:
         try:
             header_frame, body_frame = frames
             codec.decode_header(header_frame)
-            return codec.decode_reply(body_frame)
+            return codec.decode_reply(body_frame, request)
         except (ValueError, codec.WireError) as error:
             why = f"the answer is not a kvflow message: {error}"
             raise request.target.failure(ProtocolError, why) from error

@@ -6,15 +6,17 @@ from kvflow.checks import counted
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.plan.topology import CacheShare, heads_held
-from kvflow.core.protocol import codec, messages
+from kvflow.core.protocol import codec
+from kvflow.core.protocol.messages import REGIONS_MAX
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.producer.lease import OpenLease
 from kvflow.verify.cache_digests import DigestSpec
+from kvflow.verify.digest_request import DIGEST_PARTS_MAX, DigestPart, DigestRequest
 from kvflow.verify.digests import DIGEST_VERSION
 
 
-def digest_specs_of(local: LocalRank, question: messages.DigestRequest, found: OpenLease) -> list[DigestSpec]:
+def digest_specs_of(local: LocalRank, question: DigestRequest, found: OpenLease) -> list[DigestSpec]:
     """Return the layers, heads and blocks to digest for a reader's request: one DigestSpec for each DigestPart.
 
     `found`: the open lease that the request names. Raise WireError if the digest version differs, if the request is too
@@ -23,7 +25,7 @@ def digest_specs_of(local: LocalRank, question: messages.DigestRequest, found: O
     if question.definition != DIGEST_VERSION:
         raise codec.WireError(f"digest version: ours {DIGEST_VERSION}, theirs {question.definition}")
     count = sum(len(part.layers) for part in question.parts)
-    if not 0 < len(question.parts) <= messages.DIGEST_PARTS_MAX or count > messages.REGIONS_MAX:
+    if not 0 < len(question.parts) <= DIGEST_PARTS_MAX or count > REGIONS_MAX:
         raise codec.WireError(f"digests: {counted(len(question.parts), 'part')} of {counted(count, 'layer')}")
     asked = []
     for part in question.parts:
@@ -35,7 +37,7 @@ def digest_specs_of(local: LocalRank, question: messages.DigestRequest, found: O
     return asked
 
 
-def digest_spec_of(local: LocalRank, part: messages.DigestPart, block_ids: BlockIds) -> DigestSpec:
+def digest_spec_of(local: LocalRank, part: DigestPart, block_ids: BlockIds) -> DigestSpec:
     """Return the layers, heads and blocks of this rank to digest for one part of a request for digests.
 
     `block_ids`: blocks of this rank, in prompt order, up to the last token of `part`. Raise WireError if this rank does
@@ -60,7 +62,7 @@ def digest_spec_of(local: LocalRank, part: messages.DigestPart, block_ids: Block
     )
 
 
-def _share_of(local: LocalRank, part: messages.DigestPart) -> tuple[int, CacheShare]:
+def _share_of(local: LocalRank, part: DigestPart) -> tuple[int, CacheShare]:
     """Return (index, CacheShare) of the layer set of `local` that has all layers of `part`.
 
     The CacheShare says which layers and heads this rank holds. If no layer set has all the layers, raise WireError.
@@ -72,7 +74,7 @@ def _share_of(local: LocalRank, part: messages.DigestPart) -> tuple[int, CacheSh
     raise codec.WireError(f"digests: no layer set of this rank has all layers of {sorted(layers)[:6]}")
 
 
-def _blocks_up_to(group: GroupFacts, blocks: int, ticket: Ticket, part: messages.DigestPart) -> int:
+def _blocks_up_to(group: GroupFacts, blocks: int, ticket: Ticket, part: DigestPart) -> int:
     """Return how many of a lease's first blocks are needed to reach the last token of `part`.
 
     `blocks`: number of the lease's blocks in `group`. Raise WireError if the lease does not have all tokens of `part`.

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TypeAlias
+from weakref import WeakKeyDictionary
 
 from kvflow.checks import counted
 from kvflow.core.plan.block_map import BlockMap
@@ -31,8 +32,9 @@ from kvflow.runtime.load.reads import direct_reads
 from kvflow.runtime.load.requests import VERIFY, Verification
 from kvflow.runtime.optional import ReadBlocks, Verify
 from kvflow.runtime.part import PartHost
-from kvflow.runtime.peers.peer import LocalRank, Source
+from kvflow.runtime.peers.peer import LocalRank, Peer, Source
 from kvflow.verify.cache_digests import DigestedCache, DigestSpec
+from kvflow.verify.digest_request import DigestPart, DigestRequest, Digests
 from kvflow.verify.digests import DIGEST_VERSION
 from kvflow.verify.landed_digests import LandedDigests
 from kvflow.verify.lease_digests import digest_spec_of, digest_specs_of
@@ -42,7 +44,9 @@ logger = logger_of(__name__)
 REQUESTS_OF_READER_MAX = 8
 """Maximum number of requests for digests from one reader that are answered at the same time."""
 
-PartToCompare: TypeAlias = tuple[messages.DigestPart, DigestSpec]
+_ASKED_AT_ONCE_MAX = REQUESTS_OF_READER_MAX // 2  # leaves room for the reader's earlier questions
+
+PartToCompare: TypeAlias = tuple[DigestPart, DigestSpec]
 """One part of a request for digests, as sent to the producer, and the local layers, heads and blocks that must have the
 same digests.
 """
@@ -72,7 +76,9 @@ class LoadVerifier:
         self._limits = host.context.config.limits
         self._spawn = host.context.spawn
         self._find_lease = host.serving.find_lease
-        self._counters = host.serving.digests
+        self._counts = host.serving.part_counts
+        self._rooms = WeakKeyDictionary[Peer, asyncio.Semaphore]()
+        """Semaphores that limit concurrent questions for digests to a peer, which cost the peer much time."""
         self._under_way: Counter[str] = Counter()
         """Number of requests for digests under way, by the reader's name."""
         self.local_cache = DigestedCache(memory.own_layers, copy_thread, memory.device)
@@ -86,13 +92,14 @@ class LoadVerifier:
         """Reason why loads cannot be verified; empty if there is none."""
         return self.local_cache.problem
 
-    def answer(self, question: messages.DigestRequest) -> Answered:
+    def answer(self, question: messages.ReaderRequest) -> Answered:
         """Answer a reader's request for digests of leased blocks. Return a refusal, or a future of the reply.
 
         The request names the lease by its secret id. The digests are sent only if the lease is still open after their
         computation, so the blocks belonged to the lease all the time. The request is refused if it is invalid, if the
         lease has ended, if the tokens cannot be read yet, or if too many requests are under way.
         """
+        assert isinstance(question, DigestRequest), "by its row in parts.REQUESTS"
         reader, limits = question.reader, self._limits
         found = self._find_lease(question.lease_id, question.request_id)
         if found is None:
@@ -118,11 +125,11 @@ class LoadVerifier:
         return reply
 
     def _count_refusal(self, reply: messages.Reply) -> messages.Reply:
-        self._counters["digests_refused"] += 1
+        self._counts["digests_refused"] += 1
         return reply
 
     async def _compute_digests(
-        self, question: messages.DigestRequest, asked: Sequence[DigestSpec], reply: asyncio.Future[messages.Reply]
+        self, question: DigestRequest, asked: Sequence[DigestSpec], reply: asyncio.Future[messages.Reply]
     ) -> None:
         """Compute the digests of `asked`, and set them, or a refusal, as the result of `reply`.
 
@@ -138,8 +145,8 @@ class LoadVerifier:
         if self._find_lease(question.lease_id, question.request_id) is None:
             reply.set_result(self._count_refusal(messages.LeaseAnswer(state=messages.LeaseAnswerState.ENDED)))
         else:
-            self._counters["digests"] += 1
-            reply.set_result(messages.Digests(values=tuple(values)))
+            self._counts["digests"] += 1
+            reply.set_result(Digests(values=tuple(values)))
 
     def _digest_task_ended(self, reader: str, reply: asyncio.Future[messages.Reply], _: asyncio.Task[None]) -> None:
         """Callback at the end of the task that answers a request for digests from `reader`.
@@ -257,7 +264,7 @@ class LoadVerifier:
         Return None if the rank's lease has ended. Raise NotCompared if the rank gives no digests.
         """
         peer, lease = source.peer, source.lease
-        question = messages.DigestRequest(
+        question = DigestRequest(
             reader=self._local.reader,
             target=peer.at,
             request_id=request_id,
@@ -266,7 +273,10 @@ class LoadVerifier:
             parts=tuple(asked for asked, _ in parts.values()),
         )
         try:
-            reply = await self._peers.ask_digests(peer, question)
+            async with self._rooms.setdefault(peer, asyncio.Semaphore(_ASKED_AT_ONCE_MAX)):
+                reply: Digests | messages.LeaseAnswer = await self._peers.ask(
+                    peer, question, Digests, messages.LeaseAnswer
+                )
         except PeerError as error:
             raise NotCompared(str(error)) from error
         if isinstance(reply, messages.LeaseAnswer):
@@ -287,7 +297,7 @@ class LoadVerifier:
         return found
 
 
-def _part_of(local: LocalRank, source: Source, block_map: BlockMap, chunks: Sequence[Chunks]) -> messages.DigestPart:
+def _part_of(local: LocalRank, source: Source, block_map: BlockMap, chunks: Sequence[Chunks]) -> DigestPart:
     """Return the part of a request for digests that names the layers, heads and tokens of `chunks`.
 
     `chunks`: chunks that the load reads from the rank of `source`. `block_map`: pairs the source's layers with local
@@ -296,7 +306,7 @@ def _part_of(local: LocalRank, source: Source, block_map: BlockMap, chunks: Sequ
     size, mine = block_map.chunk_tokens, local.cache_shares[block_map.local_set]
     layers = tuple(mine.layers[ours] for ours, _ in block_map.layer_pairs)
     model_heads = kv_heads_of_model(mine, _producer_share(source, mine, layers))
-    return messages.DigestPart(
+    return DigestPart(
         part=mine.part,
         layers=layers,
         head=heads_held(mine, model_heads).start + block_map.heads.local_start,

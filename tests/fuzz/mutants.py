@@ -15,6 +15,7 @@ from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.notifications import ReadDone
 from kvflow.growing.decline_request import DeclineRequest
 from kvflow.stock.wire import encode_question
+from kvflow.verify.digest_request import DigestPart, DigestRequest
 
 ODD_NUMBERS = [True, -1, 0, 1, (1 << 31) - 1, (1 << 63) - 1, -(1 << 63), (1 << 64) - 1]
 ODD_NUMBERS += [0.0, 1e308, float("nan"), float("-inf")]
@@ -108,13 +109,13 @@ def requests(rng: Random, cache_shares: tuple[CacheShare, ...]) -> list[messages
             lease_id="0" * 32,
             cache_shares=cache_shares,
         ),
-        messages.DigestRequest(
+        DigestRequest(
             reader=READER,
             target=TARGET,
             request_id="honest",
             lease_id="0" * 32,
             definition=1,
-            parts=(messages.DigestPart("", (0, 1), 0, 2, 2, 0, 4),),
+            parts=(DigestPart("", (0, 1), 0, 2, 2, 0, 4),),
         ),
         messages.LeaseRequest(reader=READER, target=TARGET, request_id=rng.choice(("honest", "x")), wait_s=0.5),
         messages.LeaseRequest(

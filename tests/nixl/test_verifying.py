@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvflow.core.protocol import messages
 from kvflow.errors import ChecksumMismatch
 from kvflow.runtime.load.requests import Verification
 from kvflow.testing import nixl_pair
+from kvflow.verify.digest_request import DigestRequest
 
 pytestmark = pytest.mark.nixl
 
@@ -21,16 +21,16 @@ class Flipping:
     """Flips bytes of the producer's block 7 before each of the first `times` questions for digests."""
 
     def __init__(self, peers: Any, kv_caches: Mapping[str, torch.Tensor], times: int) -> None:
-        self._ask = peers.ask_digests
-        peers.ask_digests = self._asking
+        self._ask = peers.ask
+        peers.ask = self._asking
         self._tensor = next(iter(kv_caches.values()))
         self._times = times
 
-    async def _asking(self, peer: Any, question: messages.DigestRequest) -> Any:
-        if self._times:
+    async def _asking(self, peer: Any, question: Any, *kinds: Any, **options: Any) -> Any:
+        if self._times and isinstance(question, DigestRequest):
             self._times -= 1
             self._tensor[0, 7].view(torch.uint8)[..., -1:] ^= 0x10
-        return await self._ask(peer, question)
+        return await self._ask(peer, question, *kinds, **options)
 
 
 @pytest.mark.parametrize("times", [0, 1, 2])

@@ -16,6 +16,7 @@ from kvflow.errors import KVFlowError, LoadError, PeerError
 from kvflow.runtime.load.load import Load
 from kvflow.testing import InprocPair
 from kvflow.transport.base import TransportError
+from kvflow.verify.digest_request import DigestRequest
 from tests.runtime.test_events import Event
 from tests.support.scripted import ScriptedSideChannel, refusal, scripted_pair
 from tests.support.tests_support import PATIENT, Records, each, in_virtual_time, limited
@@ -196,7 +197,7 @@ async def silent_about_news(scene: Scene) -> Load:
 
 
 async def silent_about_digests(scene: Scene) -> Load:
-    scene.channel.mute = (messages.DigestRequest,)
+    scene.channel.mute = (DigestRequest,)
     return scene.load(scene.offer(), verify=True)
 
 

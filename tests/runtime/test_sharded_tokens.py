@@ -32,7 +32,6 @@ from kvflow import (
     merge_tickets,
 )
 from kvflow.core.protocol import codec
-from kvflow.core.protocol.messages import DigestPart
 from kvflow.core.protocol.ticket import with_changes
 from kvflow.errors import ConfigError, PeerIncompatible, TransferFailed
 from kvflow.prefix import Prefixes
@@ -41,6 +40,7 @@ from kvflow.runtime.world import World
 from kvflow.stock import StockPeers
 from kvflow.storage import Storage
 from kvflow.testing import InprocCluster
+from kvflow.verify.digest_request import DigestPart
 from kvflow.verify.lease_digests import digest_spec_of
 
 BLOCKS, SIZE = 6, 4

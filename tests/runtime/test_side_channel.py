@@ -121,7 +121,7 @@ async def test_the_load_deadline_covers_the_handshake(pair: EnginePair) -> None:
 
 
 async def test_a_release_that_is_answered_by_something_else_told_nobody(pair: EnginePair) -> None:
-    for reply in (messages.Digests(values=()), refusal()):
+    for reply in (messages.NOTHING_YET, refusal()):
         async with fake_peer(lambda _, reply=reply: reply_frames(reply)) as port:  # type: ignore[misc]
             assert not await pair.reader.release_blocks(ticket_for(pair, port))
 

@@ -42,9 +42,11 @@ from kvflow.testing.pair import CacheSize
 from kvflow.transport.base import TransportError
 from kvflow.verify import verifying
 from kvflow.verify.cache_digests import DigestedCache
+from kvflow.verify.digest_request import DIGEST_PARTS_MAX, DigestPart, DigestRequest, Digests
 from tests.fuzz.mutants import mutant
 
 ALWAYS = replace(PATIENT, verify_share=1.0)
+KINDS = codec.requests_with([DigestRequest])
 
 
 def part_of(runtime: kvflow.Runtime) -> Any:
@@ -289,7 +291,7 @@ SILENT = PeerUnreachable("no answer", peer="tcp://127.0.0.1:1")
         (OLD, PeerRefused),
         (BUSY, PeerNotReady),
         (SILENT, PeerUnreachable),
-        (messages.Digests(values=()), kvflow.errors.ProtocolError),
+        (Digests(values=()), kvflow.errors.ProtocolError),
         (messages.Ack(incarnation="i"), kvflow.errors.ProtocolError),
     ],
 )
@@ -315,11 +317,11 @@ async def test_a_producer_that_has_no_digests(
 async def test_wrong_digests_of_a_peer_are_compared_anew(scripted: tuple[EnginePair, ScriptedSideChannel]) -> None:
     """Blocks that differ, and then cannot be compared, are no success."""
     pair, channel = scripted
-    channel.script += [messages.Digests(values=(1, 2)), BUSY]
+    channel.script += [Digests(values=(1, 2)), BUSY]
     await pair.fails(
         ChecksumMismatch, pair.offer([3]), [1], match="could not be compared after the second read: .*too many"
     )
-    channel.script.append(messages.Digests(values=(1, 2)))
+    channel.script.append(Digests(values=(1, 2)))
     assert (await pair.load(pair.offer([4], "anew"), [2])).verification is Verification.REPAIRED
 
 
@@ -377,7 +379,7 @@ async def test_digests_under_way_are_bounded_and_others_are_answered_meanwhile(
         assert (await pair.load(leases[3], [3], verify=True)).verified, "there is room again"
 
 
-def question(pair: EnginePair, lease: kvflow.Lease, **changes: Any) -> messages.DigestRequest:
+def question(pair: EnginePair, lease: kvflow.Lease, **changes: Any) -> DigestRequest:
     """The right question for all of a lease, with something changed."""
     part = {"part": "", "layers": (0, 1), "head": 0, "heads": 2, "model_heads": 2, "start": 0, "stop": 4}
     part |= {name: changes.pop(name) for name in list(changes) if name in part}
@@ -387,15 +389,15 @@ def question(pair: EnginePair, lease: kvflow.Lease, **changes: Any) -> messages.
         "request_id": lease.request_id,
         "lease_id": lease.ticket.first.lease_id,
         "definition": 1,
-        "parts": (messages.DigestPart(**part),),
+        "parts": (DigestPart(**part),),
     }
-    return messages.DigestRequest(**facts | changes)
+    return DigestRequest(**facts | changes)
 
 
 WRONG = [
     {"definition": 2},
     {"parts": ()},
-    {"parts": (messages.DigestPart("", (0,), 0, 1, 2, 0, 4),) * (messages.DIGEST_PARTS_MAX + 1)},
+    {"parts": (DigestPart("", (0,), 0, 1, 2, 0, 4),) * (DIGEST_PARTS_MAX + 1)},
     {"part": "conv.x"},
     {"layers": ()},
     {"layers": (0, 0)},
@@ -419,7 +421,7 @@ WRONG = [
 async def test_a_question_that_cannot_be_right_is_refused(pair: EnginePair) -> None:
     lease = pair.offer([3])
     answers = part_of(pair.writer)
-    assert isinstance(await answers.answer(question(pair, lease)), messages.Digests)
+    assert isinstance(await answers.answer(question(pair, lease)), Digests)
     for changes in WRONG:
         reply = answers.answer(question(pair, lease, **changes))
         assert isinstance(reply, messages.Refusal), changes
@@ -462,13 +464,13 @@ async def test_tokens_that_are_there_have_digests_while_others_are_missing(pair:
     request = kvflow.ServeRequest("req", [3, 7, 9], num_tokens=12, computed_tokens=4)
     lease = pair.writer.serve_blocks(request)
     answers = part_of(pair.writer)
-    assert isinstance(await answers.answer(question(pair, lease)), messages.Digests)
+    assert isinstance(await answers.answer(question(pair, lease)), Digests)
     for stop in (5, 12):
         reply = answers.answer(question(pair, lease, stop=stop))
         assert isinstance(reply, messages.Refusal)
         assert reply.transient
     lease.advance(12)
-    assert isinstance(await answers.answer(question(pair, lease, stop=12)), messages.Digests)
+    assert isinstance(await answers.answer(question(pair, lease, stop=12)), Digests)
 
 
 # --- the end of a load that is being verified
@@ -538,10 +540,10 @@ async def test_bent_questions_are_answered(pair: EnginePair) -> None:
     answers, kinds = part_of(pair.writer), set()
     for _ in range(400):
         try:
-            asked = codec.decode_request(mutant(rng, question(pair, lease)))
+            asked = codec.decode_request(mutant(rng, question(pair, lease)), KINDS)
         except codec.WireError:
             continue
-        reply = answers.answer(asked) if isinstance(asked, messages.DigestRequest) else None
+        reply = answers.answer(asked) if isinstance(asked, DigestRequest) else None
         kinds.add(type(await reply if isinstance(reply, asyncio.Future) else reply))
-    assert {messages.Digests, messages.LeaseAnswer, messages.Refusal} <= kinds
+    assert {Digests, messages.LeaseAnswer, messages.Refusal} <= kinds
     assert (await pair.load(lease, verify=True)).verified

@@ -15,7 +15,7 @@ import msgspec
 
 from kvflow.checks import counted, printable, refused_value_text, try_call
 from kvflow.core.bounds import Count, Digest, Name
-from kvflow.core.protocol.messages import CoreRequest, ReaderRequest, Reply, Request
+from kvflow.core.protocol.messages import CoreReply, CoreRequest, PartReply, ReaderRequest, Reply, Request
 from kvflow.core.protocol.notifications import Notification
 from kvflow.errors import InvalidInput
 
@@ -57,7 +57,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
 
 encode = msgspec.msgpack.Encoder().encode
 _HEADER = msgspec.msgpack.Decoder(Header)
-_REPLY: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_REPLY: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(CoreReply)
 _NOTIFICATION: msgspec.msgpack.Decoder[Notification] = msgspec.msgpack.Decoder(Notification)
 
 
@@ -103,8 +103,15 @@ def decode_request(frame: bytes, decoder: RequestDecoder = CORE_REQUESTS) -> Req
         raise UnknownRequest(f"nothing here answers a question of kind {printable(tag, _KIND_CHARS_MAX)!r}") from error
 
 
-def decode_reply(frame: bytes) -> Reply:
-    return _decode(frame, _REPLY)
+def replies_with(more: type[PartReply]) -> msgspec.msgpack.Decoder[Reply]:
+    """Return a decoder of the replies to a request of an optional part: those of the core, and `more`, the part's."""
+    return msgspec.msgpack.Decoder(CoreReply | more)
+
+
+def decode_reply(frame: bytes, question: Request | None = None) -> Reply:
+    """Decode the reply to `question`; None: to a question of the core. WireError if it is invalid."""
+    decoder = question.replies if isinstance(question, ReaderRequest) else None
+    return _decode(frame, decoder or _REPLY)
 
 
 def decode_notification(payload: bytes) -> Notification:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from typing import Annotated, TypeAlias
+from typing import Annotated, ClassVar, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -21,7 +21,6 @@ from kvflow.core.bounds import (
     Fact,
     Hold,
     Incarnation,
-    Layers,
     LeaseId,
     Missing,
     Name,
@@ -35,7 +34,6 @@ from kvflow.core.bounds import (
     Size,
     Wait,
     Word32,
-    Word64,
 )
 from kvflow.core.cache.groups import GROUPS_MAX, SETS_MAX, GroupFacts
 from kvflow.core.cache.layout import BlockShape
@@ -48,7 +46,6 @@ from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.limits import PAYLOAD_BYTES_MAX
 
 REGIONS_MAX = 1 << 16
-DIGEST_PARTS_MAX = 1 << 12
 AGENT_METADATA_BYTES_MAX = 1 << 26
 REDIRECT_BYTES_MAX = 1 << 13
 """Maximum bytes of a pending ticket that redirects readers to another engine. If the ticket is larger, because it names
@@ -69,6 +66,8 @@ class ReaderRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the reader's transport agent (`addresses.agent_name`)."""
     target: Address
     """The engine and rank that the reader expects at the address to which it sends the question."""
+    replies: ClassVar[msgspec.msgpack.Decoder[Reply] | None] = None
+    """Decoder of the replies to this type of requests (`codec.replies_with`); None: types of the core only."""
 
 
 class MetadataRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_metadata"):
@@ -126,36 +125,6 @@ class ReleaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="release"):
     lease_id: LeaseId
     cache_shares: CacheShares
     """Cache shares of the reader, from which the rank computes which fraction of the lease the reader has read."""
-
-
-class DigestPart(msgspec.Struct, frozen=True, array_like=True):
-    """Layers, heads and tokens to compute digests of. Indices of layers and heads are those of the whole model;
-    positions count from the start of the prompt.
-    """
-
-    part: Fact
-    """Name of a segment of state per request; "" for the KV cache."""
-    layers: Layers
-    head: Count
-    heads: Count
-    model_heads: Count
-    """Number of heads of the whole model, from which a rank computes which of the heads it holds."""
-    start: Count
-    stop: Count
-    """Position after the last token."""
-
-
-DigestParts: TypeAlias = Annotated[tuple[DigestPart, ...], Meta(max_length=DIGEST_PARTS_MAX)]
-
-
-class DigestRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_digests"):
-    """Ask for digests of the bytes of an open lease (`verify.digests`). The answer is `Digests`."""
-
-    request_id: RequestName
-    lease_id: LeaseId
-    definition: Count
-    """Version of the algorithm with which the reader computes digests."""
-    parts: DigestParts
 
 
 class RegionTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -251,13 +220,8 @@ class LeaseAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
 NOTHING_YET = LeaseAnswer(state=LeaseAnswerState.WAITING)
 
 
-class Digests(msgspec.Struct, frozen=True, kw_only=True, tag="digests"):
-    """The answer to a `DigestRequest`: one digest per layer of the first `DigestPart`, then of the next, and so on.
-
-    The lease was still open when the last digest had been computed.
-    """
-
-    values: Annotated[tuple[Word64, ...], Meta(max_length=REGIONS_MAX)]
+class PartReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Base class of the replies to requests of optional parts."""
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
@@ -286,8 +250,10 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, tag="noted"):
 
 Request: TypeAlias = ReaderRequest | Goodbye
 """A question to a rank: a type of the core, or a `ReaderRequest` type of an optional part."""
-CoreRequest: TypeAlias = MetadataRequest | LeaseRequest | ReleaseRequest | DigestRequest | Goodbye
-Reply: TypeAlias = Metadata | LeaseAnswer | Digests | Ack | Refusal
+CoreRequest: TypeAlias = MetadataRequest | LeaseRequest | ReleaseRequest | Goodbye
+CoreReply: TypeAlias = Metadata | LeaseAnswer | Ack | Refusal
+Reply: TypeAlias = CoreReply | PartReply
+"""An answer to a question: a type of the core, or a `PartReply` type of an optional part."""
 
 
 def digest_of(block_ids: tuple[int, ...] | tuple[tuple[int, ...], ...]) -> bytes:

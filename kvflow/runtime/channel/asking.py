@@ -80,7 +80,7 @@ class ZmqSideChannel:
             async with asyncio.timeout(timeout_s) as bound:
                 route = await self._route_to(at)
                 while True:
-                    reply = _decode(at, await self._exchange(route, request, fingerprint))
+                    reply = _decode(request, await self._exchange(route, request, fingerprint))
                     if not isinstance(reply, messages.Refusal) or not reply.retry_after_s:
                         return reply
                     await _wait_until_asked_again(at, reply, bound)
@@ -224,11 +224,13 @@ def _translate_errors(at: Address) -> Iterator[None]:
         raise at.failure(PeerUnreachable, str(error)) from error
 
 
-def _decode(at: Address, frames: list[bytes]) -> messages.Reply:
+def _decode(request: messages.Request, frames: list[bytes]) -> messages.Reply:
+    """Decode the answer to `request`. ProtocolError if it is no kvflow message, PeerRefused if of another version."""
+    at = request.target
     try:
         header_frame, body_frame = frames
         header = codec.decode_header(header_frame)
-        reply = codec.decode_reply(body_frame)
+        reply = codec.decode_reply(body_frame, request)
     except (ValueError, codec.WireError) as error:
         raise at.failure(ProtocolError, f"the answer is not a kvflow message: {error}") from error
     if header.version != codec.PROTOCOL_VERSION and not isinstance(reply, messages.Refusal):

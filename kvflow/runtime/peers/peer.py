@@ -37,7 +37,6 @@ INCARNATIONS_MAX = 64
 PEER_TEXT_CHARS_MAX = 300
 _ERROR_CHARS_MAX = 500
 _QUESTIONS_AT_ONCE_MAX = 8
-_DIGESTS_AT_ONCE_MAX = 4  # half of what a producer accepts from one reader by default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,8 +178,6 @@ class Peer:
         self.past_incarnations: deque[str] = deque(maxlen=INCARNATIONS_MAX)
         self.questions = asyncio.Semaphore(_QUESTIONS_AT_ONCE_MAX)
         """Semaphore that limits concurrent questions to the peer, and so the sockets that a silent peer occupies."""
-        self.digest_questions = asyncio.Semaphore(_DIGESTS_AT_ONCE_MAX)
-        """Semaphore that limits concurrent questions for digests of blocks, which cost the peer much time."""
 
     def __repr__(self) -> str:
         return f"<Peer {self.engine_id} at {self.address}: {self.state}>"

@@ -178,7 +178,7 @@ class Peers:
                 raise peer.at.failure(PeerUnreachable, peer.last_error)
             connection = peer.connection
             try:
-                return await self._ask(peer, question, messages.LeaseAnswer)
+                return await self.ask(peer, question, messages.LeaseAnswer)
             except PeerUnreachable as error:
                 if connection is not None:
                     self.note_read_failure(connection, str(error))
@@ -200,7 +200,7 @@ class Peers:
             try:
                 asked = msgspec.structs.replace(question, wait_s=wait_s)
                 timeout_s = wait_s + self._config.handshake_timeout_s
-                answer = await self._ask(peer, asked, messages.LeaseAnswer, timeout_s=timeout_s)
+                answer = await self.ask(peer, asked, messages.LeaseAnswer, timeout_s=timeout_s)
             except PeerUnreachable:
                 unreachable += 1
                 if unreachable == _UNREACHABLE_MAX or wait_s < QUESTION_WAIT_S:  # the last question
@@ -215,7 +215,7 @@ class Peers:
             else:
                 pause_s = _FIRST_PAUSE_S
 
-    async def _ask(self, peer: Peer, question: messages.Request, *kinds: type[T], timeout_s: float | None = None) -> T:
+    async def ask(self, peer: Peer, question: messages.Request, *kinds: type[T], timeout_s: float | None = None) -> T:
         """Send `question` to `peer` and return the answer. If the peer was never connected, wait for a turn first.
 
         ProtocolError if the answer is of none of the types `kinds`.
@@ -230,14 +230,7 @@ class Peers:
         """Send `message` to a peer, and return the peer's acknowledgement."""
         self.check_back_off(peer, None)
         async with peer.questions:
-            return await self._ask(peer, message, messages.Ack)
-
-    async def ask_digests(
-        self, peer: Peer, question: messages.DigestRequest
-    ) -> messages.Digests | messages.LeaseAnswer:
-        """Ask a peer for digests of the blocks of a lease, and return them; a LeaseAnswer if the lease has ended."""
-        async with peer.digest_questions:
-            return await self._ask(peer, question, messages.Digests, messages.LeaseAnswer)
+            return await self.ask(peer, message, messages.Ack)
 
     def note_read_success(self, sources: Sequence[Source], *, fresh: bool) -> None:
         """Record successful reads from `sources`: reset the failure counts of their peers.

@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -80,9 +81,8 @@ class Serving:
         self._renewals = 0
         self._outcomes = dict.fromkeys(map(str, LeaseOutcome), 0)
         self._notifications = dict.fromkeys(Counted, 0)
-        self.digests = {"digests": 0, "digests_refused": 0}
-        """Numbers of readers' questions for digests, answered and refused. `verify.LoadVerifier` counts them."""
-        self._late_reads = 0
+        self.part_counts = Counter[str]()
+        """Counts that optional parts keep, by the name of their field in `ServingStatistics`."""
         self.lease_answers = LeaseAnswers(context.clock, self.open_lease, self._book.ended_recently)
         self._growth: LeaseGrowth | None = None
         """Serves leases that are opened before all tokens are computed; None until it is needed."""
@@ -100,9 +100,8 @@ class Serving:
             late_notifications=self._notifications[Counted.LATE],
             duplicate_notifications=self._notifications[Counted.DUPLICATE],
             malformed_notifications=self._notifications[Counted.MALFORMED],
-            late_reads=self._late_reads,
             **self._outcomes,
-            **self.digests,
+            **self.part_counts,
         )
 
     @property
@@ -269,10 +268,6 @@ class Serving:
     def lease_id_of(self, request_id: str) -> str | None:
         entry = self._book.open_lease_of(request_id)
         return None if entry is None else entry.lease_id
-
-    def note_late_read(self) -> None:
-        """Count a late read: a stock reader, which checks no seal, has reported it after the lease had ended."""
-        self._late_reads += 1
 
     def has_open_lease(self, request_id: str | None) -> bool:
         return self._book.open_lease_of(request_id) is not None

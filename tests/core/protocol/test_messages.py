@@ -50,8 +50,6 @@ LEASE = RankLease(
     pp_rank=2, tp_rank=1, incarnation=INCARNATION, lease_id=LEASE_ID, seal_index=17, host="10.0.0.7", port=9000
 )
 FOUND = messages.LeaseAnswer(state=messages.LeaseAnswerState.OPEN, lease=LEASE)
-PARTS = (messages.DigestPart("", (0, 7), 8, 4, 32, 16, 41), messages.DigestPart("conv.x", (3,), 0, 1, 2, 40, 41))
-DIGESTS = messages.DigestRequest(**ASKED, **OF_LEASE, definition=1, parts=PARTS)
 NEWS_QUESTION = messages.LeaseRequest(**ASKED, **OF_LEASE, known=(3, 0), wait_s=9.5)
 OFFER = messages.Offer(num_tokens=41, ttl_s=30.0, block_ids=((3, 7), (5,)), extends=True, prompt_digest="0" * 32)
 OFFERED = replace(FOUND, offer=OFFER)
@@ -63,8 +61,6 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], list[msgspec.Struct]]] = {
             REQUEST,
             messages.LeaseRequest(**ASKED, **OF_REQUEST),
             RELEASE,
-            DIGESTS,
-            replace(DIGESTS, parts=()),
             messages.LeaseRequest(**ASKED, request_id="secret", wait_s=9.5),
             NEWS_QUESTION,
             replace(NEWS_QUESTION, known=()),
@@ -77,8 +73,6 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], list[msgspec.Struct]]] = {
             replace(METADATA, staged=True),
             FOUND,
             replace(FOUND, lease=replace(LEASE, block_ids=(3, 1))),
-            messages.Digests(values=()),
-            messages.Digests(values=(0, (1 << 64) - 1)),
             OFFERED,
             messages.LeaseAnswer(state=messages.LeaseAnswerState.COMPLETE, offer=replace(OFFER, block_ids=())),
             messages.LeaseAnswer(state=messages.LeaseAnswerState.FAILED, reason="no room"),
@@ -273,11 +267,10 @@ def unbounded(kind: Any, place: str, seen: set[type]) -> Iterator[str]:
 
 
 def test_every_field_of_every_message_has_bounds() -> None:
-    """So whatever is decoded is of a size, in a range: a digest's 64 bits are what MessagePack has."""
+    """So whatever is decoded is of a size, in a range."""
     seen: set[type] = set()
-    for kind in (codec.Header, messages.CoreRequest, messages.Reply, Notification):
-        places = [*unbounded(inspect.type_info(kind), "", seen)]
-        assert places == (["Digests.values[]"] if kind is messages.Reply else [])
+    for kind in (codec.Header, messages.CoreRequest, messages.CoreReply, Notification):
+        assert [*unbounded(inspect.type_info(kind), "", seen)] == []
     assert {type(message) for _, samples in DECODERS.values() for message in samples} <= seen
     assert {GroupFacts, CacheShare, BlockShape} <= seen
 
@@ -341,8 +334,8 @@ def test_a_refusal_names_field_bound_and_value(decode: Callable[[bytes], Any], b
 
 def test_engines_speak_in_few_messages() -> None:
     """A new one takes the place of an old one. Parts have some of their own, such as `prefix.seek_request`."""
-    kinds = [kind for union in (messages.CoreRequest, messages.Reply, Notification) for kind in get_args(union)]
-    assert len({kind.__struct_config__.tag for kind in kinds}) == len(kinds) == 12
+    kinds = [kind for union in (messages.CoreRequest, messages.CoreReply, Notification) for kind in get_args(union)]
+    assert len({kind.__struct_config__.tag for kind in kinds}) == len(kinds) == 10
 
 
 def test_a_refused_lease_id_is_not_repeated() -> None:
