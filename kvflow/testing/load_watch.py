@@ -13,13 +13,14 @@ from unittest import mock
 
 from kvflow.checks import counted
 from kvflow.runtime.load.load import Load
+from kvflow.runtime.load.loader import Loader
 from kvflow.runtime.load.requests import LoadReport, LoadRequest, Progress
 from kvflow.runtime.runtime import Runtime
 from kvflow.testing.watch import calling_line, checked_at_end
 
 
 class _WatchedLoad(Load):
-    """A `Load` that counts the tasks that await it. `LoadWatch.begun` sets the `__class__` of started loads to this."""
+    """A `Load` that counts the tasks that await it. While loads are watched, all accepted loads are of this class."""
 
     begun_at = ""
     waiting = 0
@@ -64,15 +65,13 @@ class LoadWatch:
         self._begun: list[_WatchedLoad] = []
 
     def begun(self, load: Load, where: str) -> None:
-        """Watch a started load. A load that is done already, for example refused, is ignored, since it holds no blocks.
+        """Watch a started load. A load that was refused, or is done already, is ignored, since it holds no blocks.
 
         Args:
             load: The load that `start_load` has returned.
             where: The line of code that started the load, for messages.
         """
-        if not load.done:
-            load.__class__ = _WatchedLoad
-            assert isinstance(load, _WatchedLoad)
+        if isinstance(load, _WatchedLoad) and not load.done:
             load.begun_at = where
             self._begun.append(load)
 
@@ -127,5 +126,9 @@ def watch_loads(runtime: Runtime) -> Iterator[LoadWatch]:
         watch.begun(load, calling_line(__file__))
         return load
 
-    with checked_at_end(watch.assert_none_forgotten), mock.patch.object(runtime, "start_load", start_watched):
+    with (
+        checked_at_end(watch.assert_none_forgotten),
+        mock.patch.object(runtime, "start_load", start_watched),
+        mock.patch.object(Loader, "load_type", _WatchedLoad),
+    ):
         yield watch

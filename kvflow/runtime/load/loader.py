@@ -70,6 +70,9 @@ _ENGINES_MAX = 1024
 class Loader:
     """Accepts, performs, counts and ends the loads into one registered cache."""
 
+    load_type: type[Load] = Load
+    """Class of the loads that are accepted. `testing.watch_loads` replaces it by a subclass that counts who awaits."""
+
     def __init__(
         self,
         context: RankContext,
@@ -239,7 +242,7 @@ class Loader:
             self.refuse(request, error)
             raise
         deadline_s = config.load_deadline_s if plain.deadline_s is None else plain.deadline_s
-        load = Load(plain, tickets[0], tables, entries, self._clock, begun_s)
+        load = self.load_type(plain, tickets[0], tables, entries, self._clock, begun_s)
         if deadline_s <= 0:
             load.stall_text = f": its deadline_s was {deadline_s:g} when it was requested"
         load.deadline_at_s = asyncio.get_running_loop().time() + deadline_s - waited_s
