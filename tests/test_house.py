@@ -502,9 +502,10 @@ print(*{m.__file__ for n, m in sys.modules.items() if n.split(".")[0] == "kvflow
     assert {Path(name) for name in run_python(code).splitlines()} == set(loaded_by_import(PACKAGE))
 
 
-def test_importing_kvflow_loads_neither_nixl_nor_torch() -> None:
+def test_importing_kvflow_loads_neither_nixl_nor_zmq_nor_torch() -> None:
     """Engines import kvflow long before they know whether they transfer; nixl starts threads when it loads."""
-    code = "import sys, kvflow; print(*sorted({n.split('.')[0] for n in sys.modules} & {'nixl', 'nixl_cu12', 'torch'}))"
+    unwanted = {"nixl", "nixl_cu12", "torch", "zmq"}
+    code = f"import sys, kvflow; print(*sorted({{n.split('.')[0] for n in sys.modules}} & {unwanted}))"
     assert run_python(code) == ""
 
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from kvflow.config import Config
 from kvflow.errors import ConfigError
-from kvflow.runtime.channel.asking import ZmqSideChannel
-from kvflow.runtime.channel.lookups import own_host
 from kvflow.runtime.channel.protocol import SideChannel
 from kvflow.runtime.clock import Clock, SystemClock
 from kvflow.runtime.copy_thread import CopyThread
@@ -38,14 +36,28 @@ def make_transport(config: Config, agent_name: str) -> Transport:
             raise ConfigError(f"transport: expected 'nixl' or 'inproc', got {unknown[:80]!r}")
 
 
+def make_side_channel(config: Config) -> SideChannel:
+    """Return a new side channel over ZeroMQ, which is imported now: an engine may import kvflow and never transfer."""
+    from kvflow.runtime.channel.asking import ZmqSideChannel
+
+    return ZmqSideChannel(config)
+
+
+async def find_own_host(config: Config) -> str:
+    """Return the host name or address under which peers reach this rank. Cancelling stops the waiting."""
+    from kvflow.runtime.channel.lookups import own_host
+
+    return await own_host(config)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     """Functions that make the objects by which a runtime reaches the outside. Tests and simulators replace some."""
 
     transport: Callable[[Config, str], Transport] = make_transport
     """Function that makes a transport from the config and the agent's name."""
-    side_channel: Callable[[Config], SideChannel] = ZmqSideChannel
-    own_host: Callable[[Config], Awaitable[str]] = own_host
+    side_channel: Callable[[Config], SideChannel] = make_side_channel
+    own_host: Callable[[Config], Awaitable[str]] = find_own_host
     """Function that finds the host name or address under which peers reach this rank, to write into tickets."""
     clock: Callable[[], Clock] = SystemClock
     token_hex: Callable[[int], str] = secrets.token_hex
