@@ -129,6 +129,32 @@ class PendingTickets:
         elsewhere = self._redirect_ticket(ticket, *redirects[0])
         return await self._await_offers_once(elsewhere, on_lease, connected, give_up_s, [])
 
+    async def release(self, ticket: Ticket) -> bool:
+        """Wait for the offer of a pending ticket, and give its leases back. Return whether an offer came.
+
+        If cancelled, or when the cache is unregistered, stop waiting.
+        """
+        offered: list[Ticket] = []
+        waiting = self._spawn(
+            self._await_offer_and_release(ticket, offered), name=f"kvflow-release {ticket.request_id}"
+        )
+        try:
+            await asyncio.wait([waiting])
+        finally:
+            waiting.cancel()
+        return len(offered) > 0
+
+    async def _await_offer_and_release(self, ticket: Ticket, offered: list[Ticket]) -> None:
+        """Wait for the offer of a pending ticket, and give its leases back.
+
+        `offered`: list to which this appends the ticket with the offer. It stays empty if there is no offer.
+        """
+        try:
+            notify = self._remote_leases.notify_finished
+            offered.append(await self.await_offers(ticket, lambda source, _: notify((source,))))
+        except KVFlowError as error:
+            logger.info("request %s from %s: nothing to give back: %s", ticket.request_id, ticket.engine_id, error)
+
     def redirect(self, notice: DeclineRequest) -> messages.Ack:
         """Answer the readers that wait at this rank: the router has sent their request to the sender of `notice`."""
         self._lease_answers.redirect(notice.request_id, notice.reason, notice.instead)

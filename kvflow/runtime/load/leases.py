@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,7 @@ from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, Overloaded, PeerError, PeerUnreachable, RuntimeUnavailable
 from kvflow.logs import logger_of
 from kvflow.runtime.clock import Alarm
-from kvflow.runtime.optional import OptionalParts
+from kvflow.runtime.optional import OptionalParts, PendingTickets
 from kvflow.runtime.peers.peer import Resolver, Source, check_parallelism
 from kvflow.runtime.peers.table import Peers
 from kvflow.runtime.peers.ticket_resolver import TicketResolver, lease_from_answer
@@ -235,7 +235,7 @@ class RemoteLeases:
         try:
             async with asyncio.timeout(bound_s):
                 if ticket.awaited:
-                    return await self._release_pending(ticket)
+                    return await self._pending_tickets(ticket).release(ticket)
                 return await self._release_offered(ticket, problems)
         except TimeoutError:
             why = f"leases of all its ranks not given back within {bound_s} s"
@@ -243,39 +243,13 @@ class RemoteLeases:
             problems.append(problem.of_request(ticket.request_id, ticket.engine_id))
             return False
 
-    async def _await_offer(self, ticket: Ticket, on_lease: Callable[[Source, float], None]) -> Ticket:
-        """Wait for the offer of a pending ticket, and return a ticket that has the leases of that offer.
-
-        `on_lease` is called for each rank, with its source and the lease's `ttl_s`.
-        """
-        growing = self._optional.growing(f"request {ticket.request_id!r}: a pending ticket")
-        return await growing.pending_tickets.await_offers(ticket, on_lease)
+    def _pending_tickets(self, ticket: Ticket) -> PendingTickets:
+        """Return what waits for the offer of a pending ticket."""
+        return self._optional.growing(f"request {ticket.request_id!r}: a pending ticket").pending_tickets
 
     def _opens_within_s(self, ticket: Ticket) -> float:
         """Return how many seconds the lease of a pending ticket may take to be opened; 0 for other tickets."""
         return min(ticket.ttl_s, self._config.lease_lifetime_s) if ticket.awaited else 0.0
-
-    async def _release_pending(self, ticket: Ticket) -> bool:
-        """Wait for the offer of a pending ticket, and give its leases back. Return whether an offer came."""
-        offered: list[Ticket] = []
-        waiting = self._spawn(
-            self._await_offer_and_release(ticket, offered), name=f"kvflow-release {ticket.request_id}"
-        )
-        try:
-            await asyncio.wait([waiting])
-        finally:
-            waiting.cancel()
-        return len(offered) > 0
-
-    async def _await_offer_and_release(self, ticket: Ticket, offered: list[Ticket]) -> None:
-        """Wait for the offer of a pending ticket, and give its leases back.
-
-        `offered`: list to which this appends the ticket with the offer. It stays empty if there is no offer.
-        """
-        try:
-            offered.append(await self._await_offer(ticket, lambda source, _: self.notify_finished((source,))))
-        except KVFlowError as error:
-            logger.info("request %s from %s: nothing to give back: %s", ticket.request_id, ticket.engine_id, error)
 
     async def _release_offered(self, ticket: Ticket, problems: list[KVFlowError]) -> bool:
         if ticket.offers_nothing:
@@ -319,7 +293,7 @@ class RemoteLeases:
         try:
             async with asyncio.timeout(bound_s):
                 if ticket.awaited:
-                    ticket = await self._await_offer(
+                    ticket = await self._pending_tickets(ticket).await_offers(
                         ticket, lambda source, ttl_s: self.start_renewing(owner, ttl_s, source)
                     )
                 await self._resolver.resolve(ticket, partial(self.start_renewing, owner, ticket.ttl_s))
