@@ -47,10 +47,10 @@ from kvflow.runtime.load.loader import Loader
 from kvflow.runtime.load.steps import LoadSteps
 from kvflow.runtime.memory import BlockCopier, HostBlocks, RankMemory
 from kvflow.runtime.optional import OptionalParts, host_blocks
-from kvflow.runtime.part import Ending, Part, PartHost, PartRuntime, stock_part_of
+from kvflow.runtime.part import Ending, Part, PartHost, PartRuntime
 from kvflow.runtime.peers.handshake import Agents, Handshakes
-from kvflow.runtime.peers.peer import LocalRank
-from kvflow.runtime.peers.table import Peers
+from kvflow.runtime.peers.peer import LocalRank, Resolver
+from kvflow.runtime.peers.table import HandshakeClient, Peers
 from kvflow.runtime.peers.ticket_resolver import TicketResolver
 from kvflow.runtime.producer.blocks import OfferedBlocks
 from kvflow.runtime.producer.goodbyes import Goodbyes
@@ -133,12 +133,17 @@ class Incarnation:
             spawn=registration.spawn,
             observers=runtime.observers,
         )
-        stock, optional = stock_part_of(runtime.parts), OptionalParts()
+        parts, optional = runtime.parts, OptionalParts()
         notifier, agents = LeaseIdNotifier(transport, local.reader), Agents(transport, registration.spawn)
-        handshakes = stock.handshakes(context, transport, Handshakes(context, side_channel, agents, notifier))
+        own_handshakes = Handshakes(context, side_channel, agents, notifier)
+        handshakes: HandshakeClient = own_handshakes
+        for part in parts:
+            handshakes = part.handshakes(context, transport, own_handshakes) or handshakes
         self.peers = peers = Peers(context, agents, handshakes)
         kvflow_resolver = TicketResolver(context, peers)
-        resolver = stock.resolver(context, peers, kvflow_resolver)
+        resolver: Resolver = kvflow_resolver
+        for part in parts:
+            resolver = part.resolver(context, peers, kvflow_resolver) or resolver
         leases = RemoteLeases(context, peers, resolver, kvflow_resolver, notifier, optional)
         throttle = LoadThrottle(resources.poller)
         steps = LoadSteps(context, peers, resolver, leases, memory, resources, throttle, optional)
@@ -146,8 +151,9 @@ class Incarnation:
         copies = (lambda: optional.staging("a lease of copied blocks").lease_copies()) if memory.staging else None
         blocks = OfferedBlocks(context, resources.ledger, runtime.seals, runtime.copy_thread, copies)
         self.serving = serving = Serving(context, blocks)
-        self.stock_service = stock.service(context, serving, metadata)
-        """The service that answers stock readers (vLLM's own NixlConnector); None if they are not served."""
+        services = [part.reader_service(context, serving, metadata) for part in parts]
+        self.reader_services = [service for service in services if service is not None]
+        """The services that answer readers that do not run kvflow."""
         self.goodbyes = Goodbyes(context, side_channel)
         self.host = PartHost(
             context=context,
@@ -179,8 +185,8 @@ class Incarnation:
             messages.Goodbye: self._on_goodbye,
             **optional.answers(),
         }
-        for one in runtime.parts:
-            self._answers.update(one.answers)
+        for part in parts:
+            self._answers.update(part.answers)
 
     def answer(self, header: codec.Header, request: messages.Request, *, draining: bool) -> Answered:
         """Return the answer to a peer's request, or a future of the answer.
@@ -217,9 +223,11 @@ class Incarnation:
         return messages.Ack(incarnation=self._context.incarnation)
 
     def on_notification(self, payload: bytes) -> None:
-        """Apply a notification of a reader, which runs kvflow or is a stock reader."""
-        if self.stock_service is None or not self.stock_service.apply_notification(payload):
-            self.serving.on_notification(payload)
+        """Apply a notification of a reader, whether it runs kvflow or not."""
+        for service in self.reader_services:
+            if service.apply_notification(payload):
+                return
+        self.serving.on_notification(payload)
 
     async def begin_parts(self, parts: Sequence[Part], runtime: PartRuntime) -> None:
         """Call `registered` of each part (optional feature) of the runtime, in order, with this cache."""

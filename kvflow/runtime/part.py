@@ -1,15 +1,15 @@
 """Parts: optional features, given to a runtime as a list. They begin and end in the order of the list.
 
-For a fleet with stock peers, which run vLLM's own NixlConnector, a rank gets a `StockPart`, such as
-`kvflow.stock.StockPeers`. The part's `Resolver` resolves the tickets of both kinds of engines. Each handshake chooses
-how the peer is notified about its leases (`LeaseNotifier`), and by which proof (`Proof`) bytes read from the peer count
-as fresh. Peers, loads and leases are the same classes for both kinds.
+A part may add peers that do not run kvflow (`Part.handshakes`, `resolver`, `reader_service`). Its `Resolver` resolves
+the tickets of both kinds of engines. Each handshake chooses how the peer is notified about its leases
+(`LeaseNotifier`), and by which proof (`Proof`) bytes read from the peer count as fresh. Peers, loads and leases are the
+same classes for both kinds.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -39,7 +39,7 @@ class PartHost:
     context: RankContext
     peers: Peers
     resolver: Resolver
-    """Resolves any ticket, also of stock peers (vLLM's NixlConnector)."""
+    """Resolves any ticket, also of peers that do not run kvflow."""
     kvflow_resolver: TicketResolver
     """Resolves the tickets of kvflow engines."""
     leases: RemoteLeases
@@ -77,12 +77,22 @@ class Ending(enum.Enum):
     """The event loop no longer runs, or Python ends: nothing can be awaited."""
 
 
+class ReaderService(Protocol):
+    """Answers readers that do not run kvflow on the side channel, and applies their notifications."""
+
+    def answer(self, question: bytes) -> list[bytes] | None:
+        """Return the frames of the answer to a bare question, or None to send none. Never waits or raises."""
+
+    def apply_notification(self, payload: bytes) -> bool:
+        """Handle the notification `payload`. Return False if it is of another kind of readers."""
+
+
 class Part:
     """An optional feature of a runtime: `Runtime(config, parts=[...])`. Users call the methods of its subclass.
 
-    A part belongs to one runtime at a time. The runtime calls the methods below on its loop: `registered` first, and
-    the others only after `registered` has returned. The core calls no other method. Which parts need which is on
-    docs/architecture.md.
+    A part belongs to one runtime at a time. The runtime calls the methods below on its loop: while a cache is being
+    registered, `handshakes`, `resolver`, `reader_service` and then `registered`, and the others only after `registered`
+    has returned. The core calls no other method. Which parts need which is on docs/architecture.md.
     Override only the methods that the part needs. If `end`, `drained` or `release` fails, or `release` takes too long,
     all other parts are still ended and released, and then RuntimeBroken is raised.
     """
@@ -92,6 +102,20 @@ class Part:
     answers: Mapping[type[messages.ReaderRequest], Callable[[Any], Answered]] = {}
     """Functions that answer peers' requests to this part, by type of request. They must not wait. The side channel
     decodes only these types of requests and those of the core."""
+
+    def handshakes(self, context: RankContext, transport: Transport, own: Handshakes) -> HandshakeClient | None:
+        """Return a client for peers that do not run kvflow, which leaves other peers to `own`, or None."""
+        return None
+
+    def resolver(self, context: RankContext, peers: Peers, own: TicketResolver) -> Resolver | None:
+        """Return a resolver for tickets of engines that do not run kvflow, which leaves others to `own`, or None."""
+        return None
+
+    def reader_service(
+        self, context: RankContext, serving: Serving, metadata: messages.Metadata
+    ) -> ReaderService | None:
+        """Return the service for readers that do not run kvflow, or None. ConfigError if they cannot be served."""
+        return None
 
     async def registered(self, runtime: PartRuntime, host: PartHost) -> None:
         """Begin to work with a cache that is being registered. If cancelled, the part must not use the cache.
@@ -160,34 +184,3 @@ class PartOwner:
             raise UsageError(f"{what}: {self._part!r}: no runtime has registered a KV cache with this part")
         self._runtime.require(what, new_work=new_work)
         return self._runtime.require_host()
-
-
-class StockReaderService(Protocol):
-    """Answers stock readers (vLLM's own NixlConnector) on the side channel, and applies their notifications."""
-
-    def answer(self, question: bytes) -> list[bytes] | None:
-        """Return the frames of the answer to a stock reader's question, or None to send none. Never waits or raises."""
-
-    def apply_notification(self, payload: bytes) -> bool:
-        """Handle the notification `payload`. Return False if it is not a stock reader's (vLLM's own NixlConnector)."""
-
-
-class StockPart(Part):
-    """Base of the part that serves and reads stock peers, which do not run kvflow. This class itself supports none."""
-
-    def handshakes(self, context: RankContext, transport: Transport, own: Handshakes) -> HandshakeClient:
-        """Return an object that performs handshakes with stock peers, and uses `own` for kvflow peers."""
-        return own
-
-    def resolver(self, context: RankContext, peers: Peers, own: TicketResolver) -> Resolver:
-        """Return a resolver for the tickets of stock peers and, by `own`, of kvflow engines."""
-        return own
-
-    def service(self, context: RankContext, serving: Serving, metadata: messages.Metadata) -> StockReaderService | None:
-        """Return the service that answers stock readers; None if they are not served, ConfigError if they cannot be."""
-        return None
-
-
-def stock_part_of(parts: Sequence[Part]) -> StockPart:
-    """Return the first of `parts` that is a `StockPart`; if none is, a `StockPart` that supports no stock peers."""
-    return next((part for part in parts if isinstance(part, StockPart)), StockPart())

@@ -41,7 +41,7 @@ from kvflow.runtime.incarnation import Incarnation, RuntimeFacts, register
 from kvflow.runtime.memory import BlockCopier
 from kvflow.runtime.open_files import ReaderAdmission
 from kvflow.runtime.optional import requests_of_parts
-from kvflow.runtime.part import Ending, Part, PartHost, StockPart
+from kvflow.runtime.part import Ending, Part, PartHost
 from kvflow.runtime.records import Observers
 from kvflow.runtime.registration import Registration
 from kvflow.runtime.statistics import RuntimeState, RuntimeStatistics, totals
@@ -118,8 +118,7 @@ class Supervisor:
             of_parts = [kind for part in self.parts for kind in part.answers]
             requests = codec.requests_with([*requests_of_parts(), *of_parts])
             self.listener = await self.side_channel.listen(self._answer, requests)
-            if any(isinstance(part, StockPart) for part in self.parts):
-                self.listener.answer_stock = self._answer_stock
+            self.listener.answer_bare = self._answer_bare
         except BaseException:
             await first.transport.aclose(self.config.limits.transport_close_timeout_s)
             raise
@@ -400,17 +399,14 @@ class Supervisor:
             return refusal(f"engine {engine_id!r} accepts no new reader: {why}", transient=True)
         return incarnation.answer(header, request, draining=self.state is not RuntimeState.OPEN)
 
-    def _answer_stock(self, question: bytes) -> list[bytes] | None:
-        """Return the frames of the answer to a stock reader (vLLM's own NixlConnector), or None to send no answer."""
-        incarnation = self.incarnation
-        if (
-            incarnation is None
-            or incarnation.stock_service is None
-            or self.state is not RuntimeState.OPEN
-            or self._reader_refusal()
-        ):
+    def _answer_bare(self, question: bytes) -> list[bytes] | None:
+        """Return the frames of the answer to a reader that does not run kvflow, or None to send no answer."""
+        if self.incarnation is None or self.state is not RuntimeState.OPEN:
             return None
-        return incarnation.stock_service.answer(question)
+        services = self.incarnation.reader_services
+        if not services or self._reader_refusal():
+            return None
+        return next((frames for service in services if (frames := service.answer(question)) is not None), None)
 
     def _reader_refusal(self) -> str:
         """Return "" if a new reader may connect to this rank now, and count it as connecting. Else return why not."""

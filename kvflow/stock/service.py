@@ -40,7 +40,7 @@ _MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 class StockService:
     """Answers stock readers' questions about all ranks of the engine, and takes their notifications to this rank.
 
-    Implements `runtime.part.StockReaderService`.
+    Implements `runtime.part.ReaderService`.
     """
 
     def __init__(
@@ -110,9 +110,13 @@ class StockService:
         If some of these requests have no lease, count one late notification for all, since a heartbeat may name
         thousands.
         """
-        leased = {self._leases.lease_id_of(request_id) or _UNKNOWN_LEASE_ID for request_id in request_ids}
+        leased = {self._lease_id_of(request_id) or _UNKNOWN_LEASE_ID for request_id in request_ids}
         for lease_id in leased:
             self._leases.on_notification(codec.encode(Renew(lease_ids=(lease_id,), reader="stock")))
+
+    def _lease_id_of(self, request_id: str) -> str | None:
+        opened = self._leases.open_lease(request_id)
+        return None if opened is None else opened.entry.lease_id
 
     def _count_read_report(self, request_id: str, readers: int) -> None:
         """Count a stock reader's report that it has read a request, and pass the report on to the request's lease.
@@ -120,7 +124,7 @@ class StockService:
         `readers` is the number of reports to expect. A report does not name its reader, so the lease gets the report's
         number as the reader's name.
         """
-        lease_id = self._leases.lease_id_of(request_id)
+        lease_id = self._lease_id_of(request_id)
         if lease_id is None:
             self._note_late_read(request_id)
         known, reports = self._reports.pop(lease_id or "", (readers, 0))

@@ -13,7 +13,7 @@ from kvflow.core.bounds import Name, RankCount
 from kvflow.core.cache.tensors import NAMED_LAYERS_MAX
 from kvflow.core.protocol import messages
 from kvflow.errors import ConfigError
-from kvflow.runtime.part import StockPart, StockReaderService
+from kvflow.runtime.part import Part, ReaderService
 from kvflow.runtime.peers.handshake import Handshakes
 from kvflow.runtime.peers.table import Peers
 from kvflow.runtime.peers.ticket_resolver import TicketResolver
@@ -34,7 +34,7 @@ Names: TypeAlias = Annotated[tuple[Name, ...], Meta(max_length=NAMED_LAYERS_MAX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StockPeers(StockPart):
+class StockPeers(Part):
     """Lets a runtime read from stock engines and serve stock readers: an item of `Runtime(parts=[...])`.
 
     The exchange is as safe as between two stock engines: neither side proves its identity, and a read from a stock
@@ -89,7 +89,9 @@ class StockPeers(StockPart):
         assert isinstance(handshakes, StockHandshakes), "as they were given"
         return StockResolver(context, peers, own, handshakes)
 
-    def service(self, context: RankContext, serving: Serving, metadata: messages.Metadata) -> StockReaderService | None:
+    def reader_service(
+        self, context: RankContext, serving: Serving, metadata: messages.Metadata
+    ) -> ReaderService | None:
         """Only for the runtime: return the service that answers stock readers; None if `serve_version` is empty.
 
         Raises:

@@ -12,7 +12,7 @@ from kvflow.config import Config
 from kvflow.core.protocol import codec, messages
 from kvflow.errors import ConfigError, PeerUnreachable, ProtocolError
 from kvflow.hosts import address_at
-from kvflow.runtime.channel.protocol import Answer, AnswerStock, ListenerStatistics, refusal
+from kvflow.runtime.channel.protocol import Answer, AnswerBare, ListenerStatistics, refusal
 
 Frames = list[bytes]
 Reply = Callable[[Frames], None]
@@ -65,7 +65,7 @@ class InprocListener:
         self, exchange: Exchange, address: str, port: int, answer: Answer, requests: codec.RequestDecoder
     ) -> None:
         self.port = port
-        self.answer_stock: AnswerStock | None = None
+        self.answer_bare: AnswerBare | None = None
         self.context = copy_context()
         """Context of the listener's creation. Requests arrive in this context, so that the code that answers belongs to
         the listener's simulated process (`SimProcess`)."""

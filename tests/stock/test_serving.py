@@ -119,7 +119,7 @@ async def test_a_stock_engine_reads_and_its_text_ends_the_lease(consumer: StockC
     await consumer.handshake(params)
     await consumer.read(params, [5, 6])
     assert await lease is LeaseOutcome.READ
-    service: Any = ours.runtime._supervisor.incarnation.stock_service  # type: ignore[union-attr]
+    service: Any = ours.runtime._supervisor.incarnation.reader_services[0]  # type: ignore[union-attr]
     assert not service._reports, "nobody is left to tell of it"
     for layer, tensor in enumerate(consumer.cache.values()):
         for mine, theirs in ((5, 9), (6, 4)):
@@ -160,7 +160,7 @@ async def test_readers_of_older_lines_report_their_tp_size(ours: int, theirs: in
     older = replace(PEERS, serve_version="0.28.0", ranks=EngineRanks())
     async with producer(older, tp_size=ours) as made:
         lease = made.runtime.serve_blocks(ServeRequest("cmpl-1#secret", [3, 9], 2 * TOKENS))
-        service: Any = made.runtime._supervisor.incarnation.stock_service  # type: ignore[union-attr]
+        service: Any = made.runtime._supervisor.incarnation.reader_services[0]  # type: ignore[union-attr]
         for _ in range(reports):
             assert not lease.done
             assert service.apply_notification(read_text("cmpl-1#secret", theirs))
@@ -214,7 +214,7 @@ async def test_of_two_readers_both_are_waited_for(consumer: StockConsumer, ours:
     await consumer.handshake(params)
     await consumer.read(params, [1], readers=2)
     consumer.notify(b"two:3")
-    await wait_for(lambda: ours.runtime._supervisor.incarnation.stock_service.refused == 1)  # type: ignore[union-attr]
+    await wait_for(lambda: ours.runtime._supervisor.incarnation.reader_services[0].refused == 1)  # type: ignore[union-attr]
     assert not lease.done
     await consumer.read(params, [2], readers=2)
     assert await lease is LeaseOutcome.READ

@@ -40,7 +40,7 @@ from kvflow.hosts import ANY, ANY_V6, address_at, is_v6
 from kvflow.logs import logger_of
 from kvflow.runtime import open_files
 from kvflow.runtime.channel.connections import answer_bytes_max
-from kvflow.runtime.channel.protocol import QUESTIONS_MAX, Answer, Answered, AnswerStock, ListenerStatistics, refusal
+from kvflow.runtime.channel.protocol import QUESTIONS_MAX, Answer, AnswerBare, Answered, ListenerStatistics, refusal
 
 if TYPE_CHECKING:
     from kvflow.runtime.channel.keyring import Keyring
@@ -112,7 +112,7 @@ class ZmqListener:
             raise ConfigError(f"listen: cannot bind {address}: {error}") from error
         self.port = int(self._endpoint.rpartition(":")[2])
         forks.register(self)
-        self.answer_stock: AnswerStock | None = None
+        self.answer_bare: AnswerBare | None = None
 
     @property
     def statistics(self) -> ListenerStatistics:
@@ -197,8 +197,8 @@ class ZmqListener:
         if len(frames) != 3 or len(frames[1]) > _HEADER_BYTES_MAX:
             self._count_dropped(f"expected 3 frames with a short header, got {counted(len(frames), 'frame')}")
             return
-        if self.answer_stock is not None and len(frames[1]) == 0:  # a REQ socket's delimiter; our header is never empty
-            self._answer_stock(self.answer_stock, frames[0].bytes, frames[2].bytes)
+        if self.answer_bare is not None and len(frames[1]) == 0:  # a REQ socket's delimiter; our header is never empty
+            self._answer_bare(self.answer_bare, frames[0].bytes, frames[2].bytes)
             return
         engine = None
         if self._keyring is not None:
@@ -274,14 +274,14 @@ class ZmqListener:
             frames = codec.encode_frames(header, _reply_instead(reply, why))
         self._send_frames([sender, *frames], outcome)
 
-    def _answer_stock(self, answer: AnswerStock, sender: bytes, question: bytes) -> None:
-        """Answer `question`, from a stock engine (vLLM's own NixlConnector), with the frames that `answer` returns.
+    def _answer_bare(self, answer: AnswerBare, sender: bytes, question: bytes) -> None:
+        """Answer `question`, which has no header of kvflow, with the frames that `answer` returns.
 
-        If `answer` returns None, send nothing: a stock reader does not understand kvflow's replies.
+        If `answer` returns None, send nothing: such a reader does not understand kvflow's replies.
         """
         frames = answer(question)
         if frames is None:
-            self._count_dropped("no answer for a question of vLLM's NixlConnector")
+            self._count_dropped("no answer for a question without kvflow's header, such as of vLLM's NixlConnector")
             return
         self._send_frames([sender, b"", *frames], "answered")
 

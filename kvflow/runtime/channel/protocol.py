@@ -31,8 +31,8 @@ def refusal(reason: str, *, transient: bool = False, retry_after_s: float = 0.0)
     )
 
 
-AnswerStock: TypeAlias = Callable[[bytes], "list[bytes] | None"]
-"""Function that takes the only frame of a question from a stock engine (vLLM's own NixlConnector).
+AnswerBare: TypeAlias = Callable[[bytes], "list[bytes] | None"]
+"""Function that takes the only frame of a bare question: one without kvflow's header, from an engine that runs none.
 
 The function returns the frames of the answer, or None to send no answer.
 """
@@ -64,9 +64,8 @@ class ListenerStatistics:
 class Listener(Protocol):
     """The end of a rank's side channel that is bound to a port and answers peers."""
 
-    answer_stock: AnswerStock | None
-    """Function that answers questions of stock engines (vLLM's own NixlConnector). None: these questions are dropped as
-    malformed."""
+    answer_bare: AnswerBare | None
+    """Function that answers bare questions. None: these questions are dropped as malformed."""
 
     @property
     def port(self) -> int: ...

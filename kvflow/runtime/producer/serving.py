@@ -265,10 +265,6 @@ class Serving:
             raise RequestError(f"request {request_id!r}: decline: it is being served already")
         self.lease_answers.decline(request_id, reason)
 
-    def lease_id_of(self, request_id: str) -> str | None:
-        entry = self._book.open_lease_of(request_id)
-        return None if entry is None else entry.lease_id
-
     def has_open_lease(self, request_id: str | None) -> bool:
         return self._book.open_lease_of(request_id) is not None
 
