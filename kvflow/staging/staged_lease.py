@@ -96,6 +96,8 @@ class StagedLease:
         def ended(error: BaseException | None) -> None:
             self._copying = False
             if error is not None:
+                # This ends the lease and, if the lease has no hold, gives its blocks back before it returns: then
+                # `after_copy` calls at once, and leaves nothing for the end of this copy.
                 held.fail(error)
             elif not held.closed:
                 self.copied = upto
