@@ -54,7 +54,7 @@ def _values_of(part: str, *fields: str, without: float | None = None, **named: s
 
 def _ignored_notifications(now: RuntimeStatistics) -> Mapping[tuple[str, ...], float]:
     kinds = () if now.serving is None else ("late", "duplicate", "malformed")
-    counts = {(kind,): getattr(now.serving, f"{kind}_notifications") for kind in kinds}
+    counts: dict[tuple[str, ...], float] = {(kind,): getattr(now.serving, f"{kind}_notifications") for kind in kinds}
     return {("early",): now.early_notifications, **counts}
 
 
