@@ -393,6 +393,32 @@ def test_the_seam_to_the_parts_has_types() -> None:
         assert found == set(), path
 
 
+PARTS_CHOSEN_IN = {
+    "kvflow/runtime/incarnation.py": {"verify"},
+    "kvflow/runtime/load/leases.py": {"growing"},
+    "kvflow/runtime/load/loader.py": {"failover", "growing", "verify"},
+    "kvflow/runtime/load/steps.py": {"growing", "verify"},
+    "kvflow/runtime/optional.py": {"failover", "growing", "verify"},
+    "kvflow/runtime/runtime.py": {"growing"},
+}
+"""Where the core enters a part (docs/architecture.md#parts). Everywhere else its code does not name one."""
+NAMED_PARTS = {"failover", "growing", "stock", "verify"}
+PUBLIC_OF_PARTS = {"verify", "verify_share", "VERIFY"}
+"""Settings and phases of users, which stay when the part is deleted."""
+
+
+def test_the_core_names_a_part_where_it_chooses_and_nowhere_else() -> None:
+    named: dict[str, set[str]] = {}
+    for path, tree in SOURCES.items():
+        for node in nodes(tree) if ring_of(path) == "core" else ():
+            text = str(getattr(node, "attr", None) or getattr(node, "name", None) or getattr(node, "id", ""))
+            called = isinstance(node, ast.Attribute) and text_of(node.value).endswith("optional")
+            if text not in PUBLIC_OF_PARTS or called:
+                for part in NAMED_PARTS & set(text.lower().split("_")):
+                    named.setdefault(path, set()).add(part)
+    assert named == PARTS_CHOSEN_IN
+
+
 def ring_of(path: str) -> str:
     return RING_OF[part_of(path)]
 

@@ -9,12 +9,12 @@ from kvflow.checks import counted
 from kvflow.core.policy.events import DeviceEvent, checked_event, has_happened
 from kvflow.errors import RequestError
 from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX
-from kvflow.runtime.producer.blocks import OfferedBlocks
-from kvflow.runtime.producer.lease import OpenLease
+from kvflow.runtime.producer.blocks import HeldBlocks, OfferedBlocks
+from kvflow.runtime.producer.lease import OpenLease, ServeRequest
 
 
 class GrowingLeases:
-    """Calls of the producer's engine by which a lease grows: `advance`, `extend` and `complete`."""
+    """Opens the leases that grow, and makes them grow by `advance`, `extend` and `complete`."""
 
     def __init__(self, blocks: OfferedBlocks, answer_readers: Callable[[str], object], block_ids_max: int) -> None:
         """`blocks`: the blocks of all leases. `block_ids_max`: maximum number of block ids in one lease.
@@ -25,6 +25,34 @@ class GrowingLeases:
         self._blocks = blocks
         self._answer_readers = answer_readers
         self._block_ids_max = block_ids_max
+
+    def take(self, request: ServeRequest, lease_id: str, ready: DeviceEvent | None) -> HeldBlocks:
+        """Check a request with `computed_tokens`, `extends` or `payload`, and take what its lease needs.
+
+        `ready`: the device event after which the tokens are computed, unless it has happened. If this raises, for
+        example RequestError, nothing has been taken.
+        """
+        what, tokens, computed = f"request {request.request_id!r}", request.num_tokens, request.computed_tokens
+        extends = request.extends
+        if computed is None:
+            if extends:
+                raise RequestError(f"{what}: extends: needs computed_tokens, num_tokens is {tokens}")
+            computed = tokens
+        elif computed > tokens:
+            raise RequestError(f"{what}: computed_tokens is {computed}, num_tokens is {tokens}")
+        else:
+            extends = extends or self._blocks.needs_more_blocks(request.block_ids, tokens, what)
+        held = self._blocks.take(request.request_id, request.block_ids, tokens, lease_id, extends=extends)
+        if extends and (count := sum(held.counts)) > (most := self._block_ids_max):
+            self._blocks.undo_take(held)  # no reader accepts a ticket of that size
+            needs = f"num_tokens {tokens} needs {counted(count, 'block')}"
+            raise RequestError(f"{what}: {needs}, at most {most} (limits.block_ids_max)")
+        if request.computed_tokens is not None and computed > (holds := self._blocks.tokens_with_blocks(held)):
+            self._blocks.undo_take(held)
+            raise RequestError(f"{what}: computed_tokens is {computed}, its blocks hold {holds}")
+        if len(held.entries) or extends:
+            self._blocks.advance(held, computed, ready)
+        return held
 
     def advance(self, opened: OpenLease, num_tokens: int, ready: DeviceEvent | None) -> None:
         """Record that `num_tokens` tokens of the prompt are computed, once the device event `ready` has happened.

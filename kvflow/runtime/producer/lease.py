@@ -162,7 +162,9 @@ class OpenLease:
 
 
 class LeaseGrowth(Protocol):
-    """Serves leases that are opened before all tokens are computed, for `Lease`'s methods of the same names."""
+    """Serves leases that are opened before all tokens are computed: takes their blocks, and grows them for `Lease`."""
+
+    def take(self, request: ServeRequest, lease_id: str, ready: DeviceEvent | None) -> HeldBlocks: ...
 
     def advance(self, opened: OpenLease, num_tokens: int, ready: DeviceEvent | None) -> None: ...
 

@@ -200,28 +200,13 @@ class Serving:
 
     def _take_blocks(self, request: ServeRequest) -> HeldBlocks:
         """Check `request`, lease its blocks, and reserve a seal and, if readers read copies, room for these."""
-        what, tokens, computed = f"request {request.request_id!r}", request.num_tokens, request.computed_tokens
-        ready, lease_id = request.ready, self._token_hex(LEASE_ID_CHARS // 2)
-        awaited = None if ready is None or has_happened(ready, f"{what}: ready") else ready
-        extends = request.extends
-        if computed is None and extends:
-            raise RequestError(f"{what}: extends: needs computed_tokens, num_tokens is {tokens}")
-        if computed is not None:
-            if computed > tokens:
-                raise RequestError(f"{what}: computed_tokens is {computed}, num_tokens is {tokens}")
-            extends = extends or self._blocks.needs_more_blocks(request.block_ids, tokens, what)
-        if request.payload or extends or (computed is not None and computed < tokens):
-            self.lease_growth(request.request_id)
-        held = self._blocks.take(request.request_id, request.block_ids, tokens, lease_id, extends=extends)
-        if extends and (count := sum(held.counts)) > (most := self._config.limits.block_ids_max):
-            self._blocks.undo_take(held)  # no reader accepts a ticket of that size
-            needs = f"num_tokens {tokens} needs {counted(count, 'block')}"
-            raise RequestError(f"{what}: {needs}, at most {most} (limits.block_ids_max)")
-        if computed is not None and computed > (holds := self._blocks.tokens_with_blocks(held)):
-            self._blocks.undo_take(held)
-            raise RequestError(f"{what}: computed_tokens is {computed}, its blocks hold {holds}")
-        if len(held.entries) or extends:
-            self._blocks.advance(held, tokens if computed is None else computed, awaited)
+        request_id, ready, lease_id = request.request_id, request.ready, self._token_hex(LEASE_ID_CHARS // 2)
+        awaited = None if ready is None or has_happened(ready, f"request {request_id!r}: ready") else ready
+        if request.computed_tokens is not None or request.extends or request.payload:
+            return self.lease_growth(request_id).take(request, lease_id, awaited)
+        held = self._blocks.take(request_id, request.block_ids, request.num_tokens, lease_id, extends=False)
+        if len(held.entries):
+            self._blocks.advance(held, request.num_tokens, awaited)
         return held
 
     def on_notification(self, payload: bytes) -> None:
