@@ -24,7 +24,7 @@ from kvflow.growing.lease_questions import FollowedLease, LeaseQuestions
 from kvflow.growing.pending_tickets import PendingTickets
 from kvflow.growing.spans import STOP_TOKEN, DirectSpans, PromptSpan, SpanPlanner, SpanQueue
 from kvflow.runtime.clock import Alarm
-from kvflow.runtime.load.flight import CopyGroup, Flight
+from kvflow.runtime.load.flight import CopyGroup, Flight, ReadSource
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.plan import MatchedChunks, Plan
 from kvflow.runtime.load.reads import direct_reads
@@ -107,7 +107,7 @@ class _GrowingRead:
         """Share of `_worth_bytes` that must be readable before the next read."""
         self._seals_due = set(load.sources)
         """Sources with seals that have to be fetched next."""
-        self._speeds: dict[Source, float] = {}
+        self._speeds: dict[ReadSource, float] = {}
         """Measured average speed of reads, by source, in bytes per second."""
         self._followed: dict[Source, FollowedLease] = {}
         self._alarm = Alarm(growing.clock, self._on_alarm)

@@ -10,8 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import NamedTuple
 
 from kvflow.core.plan.descriptors import BlockIds, Descriptors
 from kvflow.core.policy.states import TransferState
@@ -24,22 +23,29 @@ from kvflow.storage.storage_requests import PHASES, StoreRequest
 from kvflow.storage.store_thread import Direction, StoreThread
 from kvflow.transport.base import AgentName, PostedRead, ReadEnded, TransportError
 
-if TYPE_CHECKING:
-    from kvflow.runtime.peers.peer import Source
-
 STORE_AGENT = AgentName("store")
 """Agent name of all copies to and from files in the queue of permits (`FlightResources.permit_queue`). The reads of
 loads have the peer's agent name there."""
 
 
-def file_source() -> Source:
-    """Return an object that stands for an open file where a `Flight` expects the `Source` (peer and lease) of a read.
+class StoreQueue(NamedTuple):
+    """The store as `flight.AgentOwner`."""
 
-    An open file cannot go away, so its bytes need no seal; digests prove them.
-    """
+    agent: AgentName = STORE_AGENT
+
+
+class FileSource(NamedTuple):
+    """An open file as the source of a flight's reads (`flight.ReadSource`)."""
+
+    connection: StoreQueue
+    proof: SealProof
+
+
+def file_source() -> FileSource:
+    """Return an open file as a source. It cannot go away, so its bytes need no seal; digests prove them."""
     proof = SealProof(grows=False, quick_read_max_s=0.0)
     proof.note_fetched(0, 0.0)
-    return cast("Source", SimpleNamespace(connection=SimpleNamespace(agent=STORE_AGENT), proof=proof))
+    return FileSource(StoreQueue(), proof)
 
 
 class StoreTransfer:

@@ -19,30 +19,47 @@ import math
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from kvflow import checks
 from kvflow.checks import counted
 from kvflow.core.plan.descriptors import BlockIds, Descriptors, Piece
 from kvflow.core.policy.queue import Permit, PermitState
 from kvflow.core.policy.states import TRANSFER_TABLE, TransferState, fire, transfer_blocks_safe
-from kvflow.core.protocol.proof import SEAL_SIZE_BYTES, ProofStep, fetch_seal
+from kvflow.core.protocol.proof import SEAL_SIZE_BYTES, Proof, ProofStep, fetch_seal
 from kvflow.errors import InvalidInput, RuntimeBroken
 from kvflow.runtime.copy_thread import CopyFailed
 from kvflow.runtime.load.flight_resources import FlightResources
 from kvflow.runtime.memory import wait_granted
 from kvflow.runtime.peers.peer import Source
 from kvflow.runtime.tasks import require_loop, shielded_from_scopes
-from kvflow.transport.base import ReadEnded, TransportError
+from kvflow.transport.base import AgentName, ReadEnded, TransportError
 
 SealPieceOf: TypeAlias = Callable[[Source], Piece]
 """Function that returns where to read a rank's seal: (local address, remote address, size in bytes)."""
 
 
+class AgentOwner(Protocol):
+    """What has the agent that reads are posted to, such as a `peers.peer.Connection`."""
+
+    @property
+    def agent(self) -> AgentName: ...
+
+
+class ReadSource(Protocol):
+    """What a read comes from: a rank's lease (`peers.peer.Source`), or a file (`kvflow.storage`), which has no seal."""
+
+    @property
+    def connection(self) -> AgentOwner: ...
+
+    @property
+    def proof(self) -> Proof: ...
+
+
 class Read(NamedTuple):
     """A read from one rank, posted in one call. `carries_seal`: the read also fetches the rank's seal."""
 
-    source: Source
+    source: ReadSource
     descriptors: Descriptors
     carries_seal: bool = False
 
@@ -113,7 +130,7 @@ class Flight:
         self.descriptor_count = self.size_bytes = 0
         self.waits_for_permit = False
         """True while a read waits for its permit. Stays True if that wait was cancelled."""
-        self.failed_source: Source | None = None
+        self.failed_source: ReadSource | None = None
         self._ids = ids
         self._sources = sources
         self._priority = priority
@@ -335,11 +352,12 @@ class Flight:
             return False
         await self._post_when_permitted(source, descriptors, group_state, fetches_seal=carries_seal)
         if not proof.fetch_posted:
+            assert isinstance(source, Source), "the proof of a file is complete from the start"
             await self.post_seal_read(source)
         return True
 
     async def _post_when_permitted(
-        self, source: Source, descriptors: Descriptors, group_state: _GroupState | None, *, fetches_seal: bool
+        self, source: ReadSource, descriptors: Descriptors, group_state: _GroupState | None, *, fetches_seal: bool
     ) -> None:
         """Wait for a permit, then post a read of `descriptors` from `source`. Raise the error of a flight that failed.
 
@@ -386,7 +404,7 @@ class Flight:
 
     def _read_ended(
         self,
-        source: Source,
+        source: ReadSource,
         permit: Permit,
         group_state: _GroupState | None,
         posted_s: float,
@@ -409,7 +427,7 @@ class Flight:
         if failed:
             if self._error is None:
                 self._error, self.failed_source = event.error, source
-        elif fetches_seal:
+        elif fetches_seal and isinstance(source, Source):
             source.proof.note_fetched(
                 resources.seal_slots.table.tokens_missing(source.seal_slot, source.lease.lease_id), posted_s
             )

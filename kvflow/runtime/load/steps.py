@@ -93,7 +93,7 @@ class LoadSteps:
             fresh = await self._read(load, flight, plan, sources)
             flight.land()
         except (TransportError, CopyFailed) as error:
-            if flight.failed_source is not None:  # None after a failed copy, for which no peer is to blame
+            if isinstance(flight.failed_source, Source):  # None after a failed copy, for which no peer is to blame
                 self._peers.note_read_failure(flight.failed_source.connection, str(error))
             await flight.stop(grace_s)
             raise load.failure(TransferFailed, f"the transfer failed: {error}") from error
