@@ -75,7 +75,7 @@ def _part_of(path: Path) -> str:
 
 
 def loaded_by_import(package: Path) -> list[Path]:
-    """The files that `import kvflow` loads: what is imported at the top of files, from the package's own on."""
+    """Return the files that `import kvflow` loads, by the imports at the top of files."""
     found, rest = dict[Path, None](), [package / "__init__.py"]
     while rest:
         path = rest.pop()

@@ -450,7 +450,7 @@ WAITS: dict[str, Callable[[Pair, Lease, Load], object]] = {
 
 
 def test_who_would_wait_for_itself_is_told() -> None:
-    """On the loop's thread, such as in an observer: nothing is done, where it would have been stuck for good."""
+    """On the loop's thread, such as in an observer: nothing is done, since the thread would wait forever."""
     with opened_pair(InprocNetwork(), config=PLAIN) as pair:
         lease = pair.producer.serve_blocks(ServeRequest("req", [1, 2], num_tokens=8, computed_tokens=0))
         load = pair.consumer.start_load(load_request(lease))

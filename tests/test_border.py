@@ -475,7 +475,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 
 
 def call(name: str, sides: Sides, parameter: str, value: object) -> None:
-    """Call it with a value for that parameter, and what is right for all others."""
+    """Call a function with `value` for a parameter, and right values for all others."""
     if name in CALLS:
         function, right = CALLS[name]
         function(**{**right, parameter: value})

@@ -147,7 +147,7 @@ async def test_what_opening_a_lease_its_end_and_a_release_meet() -> None:
 
 @pytest.mark.nixl
 async def test_what_a_warm_load_meets_over_nixl() -> None:
-    """With what the agents' threads do for it: the least of a few, since they may look for what is not there yet."""
+    """With the work of the agents' threads: the least of a few runs, since a thread may poll too early."""
     trace, least = Trace(threads=True), dict[str, int]()
     configs = [kvflow.Config(engine_id=name, listen="tcp://127.0.0.1:0") for name in ("prefill", "decode")]
     async with kvflow.Runtime(configs[0]) as prefill, kvflow.Runtime(configs[1]) as decode:

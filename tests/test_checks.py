@@ -1,4 +1,4 @@
-"""The one rule for numbers, texts and lists: what is right comes back as Python's own, what is not is named."""
+"""The one rule for numbers, texts and lists: right values become Python's own, wrong values are named."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ RAISED = {
 
 
 def test_each_error_says_what_to_do_and_to_retry_where_it_is_worth_it() -> None:
-    """In the second paragraph of its docstring. What is not retryable fails again in the same way."""
+    """In the second paragraph of its docstring. An error that is not retryable would occur again."""
     advice = {kind: (kind.__doc__ or "").partition("\n\n")[2].strip() for kind in RAISED}
     assert [kind.__name__ for kind, said in advice.items() if not said] == []
     retried = {kind for kind, said in advice.items() if "retry " in said.lower()}

@@ -208,7 +208,7 @@ def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
 
 @functools.cache
 def calls(tree: ast.AST) -> list[tuple[str, ast.Call]]:
-    """The dotted text of what is called, and the call."""
+    """Return the dotted name of each called function, and the call."""
     return [(text_of(node.func), node) for node in nodes(tree) if isinstance(node, ast.Call)]
 
 
@@ -297,8 +297,9 @@ RUNTIME_ROWS: tuple[tuple[str, ...], ...] = (
     ("supervisor",),
     ("runtime",),
 )
-"""The files of `kvflow/runtime`, from below. "peers/": all of that folder but what is named in another row. A file may
-import rows before its own and, of its own row, its own folder."""
+"""The files of `kvflow/runtime`, from below. "peers/": all of that folder except files in another row. A file may
+import rows before its own and, of its own row, its own folder.
+"""
 
 
 def test_every_file_of_the_runtime_has_a_row_and_imports_what_is_below() -> None:
@@ -505,7 +506,7 @@ def file_of(name: str) -> str:
 
 
 def imported_to_run(path: str) -> Iterator[str]:
-    """Without what is imported for its type only."""
+    """Return the imports without those for types only."""
     body = PROGRAM_FILES[path].body
     needed = [node for node in body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node))]
     return imports(path, ast.Module(body=needed, type_ignores=[]))
@@ -730,7 +731,7 @@ MEDDLING = {"sched_setaffinity", "sched_setscheduler", "sched_yield", "setpriori
 
 
 def meddling(tree: ast.AST) -> list[int]:
-    """Lines that name what is not the library's to use."""
+    """Return the lines that use names outside the library's responsibility."""
     found = set()
     for node in nodes(tree):
         match node:

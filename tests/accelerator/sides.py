@@ -34,7 +34,7 @@ TRANSPORTS = ("inproc", "nixl", "direct")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One engine: its cache, where that is, and what its Config says."""
+    """One engine: its cache, the cache's device, and its settings."""
 
     device: str = "cpu"
     order: str = "HND"

@@ -74,7 +74,7 @@ class StandIn:
         self._library.standin_hold(ctypes.c_bool(True))
 
     def let_go(self) -> None:
-        """Go on with what is held."""
+        """Start the held work."""
         self._library.standin_hold(ctypes.c_bool(False))
 
     @contextlib.contextmanager

@@ -14,7 +14,7 @@ from kvflow.bench.loads import PlannedLoad, Ticket
 
 
 class LoadResult(NamedTuple):
-    """One load: `size_bytes` and `descriptors` are what was read, which may be more than what was wanted."""
+    """One load. `size_bytes` and `descriptors` count everything read, which may be more than the request."""
 
     seconds: float
     size_bytes: int
@@ -56,6 +56,6 @@ class Consumers:
         return LoadResult(time.perf_counter() - start, report.bytes, report.descriptors)
 
     async def check(self, rank: int, load: PlannedLoad, remote_block_size: int, layers: Sequence[int]) -> int:
-        """Compare what was loaded. Returns the number of bytes compared."""
+        """Compare the loaded blocks. Return the number of bytes compared."""
         cache = self._ranks[rank][1]
         return cache.check(load.local_ids, load.remote_ids, remote_block_size=remote_block_size, layers=layers)

@@ -1,4 +1,4 @@
-"""The bench `fleet`: a small fleet goes through all of it, and what was found with large ones stays mended."""
+"""The bench `fleet`: a small fleet goes through all phases, and faults of large fleets stay mended."""
 
 from __future__ import annotations
 

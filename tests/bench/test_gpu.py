@@ -84,7 +84,7 @@ def test_hangs(found):
 
 
 def run_experiments(folder: Path, *options: str) -> tuple[int, list[dict[str, Any]], str]:
-    """As dev.py does; the exit code, the lines that are left, and what was printed."""
+    """Run experiments as dev.py does. Return the exit code, the lines of results, and the output."""
     command = [sys.executable, "-m", "pytest", "-c", "tests/gpu/pytest.ini", "--device", "cpu", "--out", str(folder)]
     done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, check=False)
     results = folder / RESULTS
@@ -230,7 +230,7 @@ async def test_an_engine_fills_blocks_behind_what_its_device_was_told_before() -
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", [f"E{number}" for number in (*range(10), 11)])
 def test_experiments_can_be_tried_on_a_cpu(name: str, tmp_path: Path) -> None:
-    """So that their code is not dead; what experiments are made of is the same in all.
+    """So that their code is not dead. The helpers of all experiments are the same.
 
     Thorough: see `test_each_experiment_leaves_a_line_however_it_ends` of this file.
     """

@@ -123,8 +123,8 @@ PRODUCERS = tuple(dict.fromkeys(cut for case in CASES for cut in case.producers)
 class CaseResult:
     """One case over all rounds, one load a round.
 
-    `size_bytes` is what was wanted, and what speeds are of; `read_bytes` is what was read for it. `ratio` is of speed,
-    to the first case: of each round to the same round's.
+    `size_bytes`: size of the request, for speeds. `read_bytes`: size of the reads for it. `ratio`: of speed, to the
+    first case, in each round.
     """
 
     label: str

@@ -383,7 +383,7 @@ def test_a_request_asks_once(made: PrefixQuestions) -> None:
 
 
 def test_of_prompts_that_begin_alike_one_asks_and_loads_at_a_time(made: PrefixQuestions) -> None:
-    """The others see then what is cached: of three, one has enough, and one asks for the rest."""
+    """The others use the cached prefix: of three, one has enough, and one asks for the rest."""
     for name, keys in (("first", KEYS), ("same", KEYS), ("longer", [*KEYS, *OTHER]), ("other", OTHER)):
         made.add(name, keys, None)
         assert made.ask_or_wait(name, 0)

@@ -577,7 +577,7 @@ MODELS = ((), (FULL, LOCAL), (FULL, STATE), (FULL, LOCAL, CHUNKED, STATE), (CHUN
 
 
 def span_of(group: GroupFacts, tokens: int) -> range:
-    """The blocks of a group that hold what is needed once `tokens` tokens are computed."""
+    """Return the blocks of a group that are needed after `tokens` computed tokens."""
     if group.kind is GroupKind.STATE:
         return range(min(tokens, 1))
     return range(group.first_needed(tokens) // group.block_size, -(-tokens // group.block_size))

@@ -489,7 +489,7 @@ def share(engine: Engine, params: dict[str, Any], *names: str) -> None:
 
 
 def load_rest(engine: Engine, name: str, blocks: Sequence[int]) -> Ended:
-    """Load what is not in the engine's prefix cache, by its last blocks."""
+    """Load the tokens that are not in the engine's prefix cache, into its last blocks."""
     missing = {2: 7, 1: 3}[len(blocks)]
     assert engine.scheduler.num_new_matched_tokens(name, 7 - missing) == (missing, True)
     engine.scheduler.update_after_alloc(name, [5, 6][: 2 - len(blocks)] + list(blocks), missing)
@@ -855,7 +855,7 @@ def test_a_decode_leg_without_its_pictures_fails(pair: Pair, flows: bool) -> Non
 def test_a_prompt_that_has_come_to_another_rank_than_its_reader_waits_at_is_received(
     pair: Pair, written: Written
 ) -> None:
-    """Data parallel, or two servers behind one URL: the reader is sent on, and the log says once what is wrong."""
+    """Data parallel, or two servers behind one URL: the reader is redirected, and the log has one line about it."""
     with settled_afterwards(make("sibling", pair.network, 2.0)) as (sibling,):
         for name in ("one", "two"):
             rendezvous = Ticket.rendezvous(sibling.worker.introduction(), name)

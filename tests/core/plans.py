@@ -73,7 +73,7 @@ def pair_sides(case: Sides, local: Cache, remote: Cache) -> BlockMap:
 
 
 def lump(size: int) -> BlockShape:
-    """A block that cannot be read in parts."""
+    """Return a block of a format that has no parts."""
     return BlockShape(tokens=1, heads=1, run=size, token_stride=size, head_stride=size)
 
 

@@ -261,7 +261,7 @@ def test_a_machine_without_cuda_is_asked_in_a_child_and_says_so() -> None:
 @pytest.mark.nixl
 @pytest.mark.timeout(300)
 def test_two_processes_hand_blocks_over_and_say_which_way() -> None:
-    """On a CPU: what is tested is the check's own code.
+    """On a CPU, to test the check's own code.
 
     Thorough: see `test_the_doctor_hands_blocks_over_and_says_which_way_they_went` of `doctor/test_doctor.py`.
     """

@@ -161,9 +161,9 @@ class Cache:
     def difference(
         self, tables: _LIST, number: int, num_tokens: int, span: range | None = None, *, whole: bool = False
     ) -> str:
-        """Whether the blocks hold a prompt, or these tokens of it: "", or what is wrong.
+        """Return an empty text if the blocks hold a prompt, or the tokens `span` of it; else the first difference.
 
-        Behind its end they hold poison, if they were not moved as a `whole`.
+        Behind its end they hold poison, unless they were moved as a `whole`.
         """
         span = range(num_tokens) if span is None else span
         for group, ids in zip(self.groups, tables, strict=True):

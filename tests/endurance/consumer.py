@@ -1,4 +1,4 @@
-"""The consuming engine: many loads at once, each judged by what was drawn for it, and by every byte."""
+"""The consuming engine: many loads at once, each judged by its drawn faults, and by every byte."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Consumer:
         self._go.set()
 
     async def do_settle(self) -> list[str]:
-        """No more loads until told to go on; once all have ended, what was wrong."""
+        """Start no loads until `go`. Once all have ended, return the errors."""
         self._go.clear()
         while self._active:
             await asyncio.sleep(0.02)
@@ -226,7 +226,7 @@ class Consumer:
             self._error(f"{plan}: reported are {found}, expected {wanted}")
 
     async def _store(self, plan: Plan, home: Home, tables: list[list[int]]) -> None:
-        """Save what was loaded, and restore it elsewhere a little later, if it was not evicted meanwhile."""
+        """Save the loaded blocks, and restore them elsewhere a little later, unless the entry was evicted."""
         key, count = plan.name, len(tables[0])
         tokens = plan.tokens - _first(home, tables, plan.tokens)
         await home.storage.save(SaveRequest(plan.name, key, tables[0], tokens))

@@ -96,7 +96,7 @@ class Process:
         await self._client.close()
 
     async def close(self) -> str:
-        """In order; "" or what was wrong."""
+        """Close the process in order. Return its errors, or an empty text."""
         await self._client.close()
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -177,7 +177,7 @@ class Fleet:
         await self._side.call("trouble", key=0, where="", kinds=_ANY)  # it may be stopped, whatever it does
 
     async def _sample(self) -> None:
-        """Come to rest, look at the books and at what is held, and go on."""
+        """Wait until nothing is under way, sample the books and the resources, and go on."""
         for engine in (self._side, self._consumer, self._producer):
             if engine is not None:
                 found = await engine.call("settle")

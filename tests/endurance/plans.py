@@ -81,7 +81,7 @@ class Plan:
     """Whether `keep_leases` holds the offer while the load waits."""
     store: bool
     release: bool
-    """Whether what has failed is given back; else its lease runs out."""
+    """Whether a failed load's offer is given back; else its lease runs out."""
 
     @property
     def name(self) -> str:

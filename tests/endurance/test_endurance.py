@@ -1,4 +1,4 @@
-"""The endurance run, small and in one process: some hundred loads of every kind; and that it finds what is wrong."""
+"""The endurance run, small and in one process: some hundred loads of every kind; and planted errors that it finds."""
 
 from __future__ import annotations
 

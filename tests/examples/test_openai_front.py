@@ -1,4 +1,4 @@
-"""The example server's front: bodies and prompts of any size, what is refused, and how answers look."""
+"""The example server's front: bodies and prompts of any size, refused requests, and the form of answers."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class TestFailures:
 
 @dataclass
 class Scripted:
-    """A worker of either kind. What it does for the next requests is scripted; without a script it answers."""
+    """A worker of either kind. A script decides its next answers; without a script it answers normally."""
 
     name: str
     script: list[Script] = field(default_factory=list)

@@ -62,7 +62,7 @@ def send_messages(
 
 
 def send_streams(seed: str, port: int, count: int) -> int:
-    """Open TCP connections and send what is no message; some stay open for a while."""
+    """Open TCP connections and send bytes that are no message. Some connections stay open for a while."""
     rng = Random(seed)
     held: list[socket.socket] = []
     for stream in itertools.islice(tcp_streams(rng), count):

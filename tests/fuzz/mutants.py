@@ -168,7 +168,7 @@ def listener_messages(
 
 
 def stock_messages(rng: Random, bytes_max: int) -> Iterator[list[bytes]]:
-    """Messages without end, for a listener that stock engines ask: their question gone wrong, and what is none."""
+    """Yield messages for a listener that stock engines ask: damaged questions, and bytes that are no question."""
     while True:
         question = encode_question(rng.choice((0, 0, 1)), rng.choice((0, 0, 1, 7, 130, 1023)))
         match rng.randrange(8):

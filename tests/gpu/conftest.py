@@ -58,7 +58,7 @@ class Found:
         return self.limit_s - _RESERVE_S - (time.monotonic() - self.started_s)
 
     def add(self, fact: str, value: Fact, *, always: bool = False, **expected: Any) -> None:
-        """Write a fact down beside what was expected, as in `EXPECTED`; `always`: also of a CPU."""
+        """Record a fact beside its expected value, as in `EXPECTED`. `always`: expect it on a CPU, too."""
         bounds = {word: bound for word, bound in expected.items() if bound is not None}
         self.facts[fact] = value
         self.expected[fact] = " and ".join(f"{EXPECTED[word][0]} {bound}" for word, bound in bounds.items())

@@ -26,10 +26,10 @@ _HOST_SIDE = 256
 
 
 class Device(Protocol):
-    """Runs what is launched on it in order, and does not make the caller wait."""
+    """Runs launched work in order, and does not make the caller wait."""
 
     def launch(self, work: Callable[[], None], delay_s: float = 0.0) -> DeviceEvent:
-        """Do `work` after a pause of so long, all behind what was launched before; the event of its end."""
+        """Do `work` after a pause of `delay_s`, after all earlier work. Return the event of its end."""
 
     def busy(self) -> contextlib.AbstractContextManager[None]:
         """Inside the block the device's default stream always has some milliseconds of matrix products to do."""

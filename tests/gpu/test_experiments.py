@@ -1,4 +1,4 @@
-"""E0 to E12, the most valuable first; what is expected of speed is for one H100 or H200 that both processes share."""
+"""E0 to E12, the most valuable first. The expected speeds are for one H100 or H200 that both processes share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leases that get their blocks later: readers learn of them by asking, and read nothing that they do not know."""
+"""Leases that get their blocks later: readers ask for the block ids, and read no block before they know its id."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BLOCK_BYTES = 2 * 2 * 2 * 4 * 8 * 4  # of layers, K and V, heads, tokens, and va
 
 
 def opened(pair: InprocPair, block_ids: Sequence[int] = (), tokens: int = 16, **more: Any) -> Lease:
-    """A lease that has few blocks yet, of which nothing is computed."""
+    """A lease with few blocks, before its prompt is computed."""
     for tensor in pair.producer.kv_caches.values():
         tensor[:, BLOCKS] = 0.0
     request = ServeRequest("req", block_ids, num_tokens=tokens, computed_tokens=0, **more)
@@ -115,8 +115,9 @@ async def test_one_question_for_each_extend_and_each_advance_at_most() -> None:
 @examples(20, 250)
 @given(data=st.data(), family=st.sampled_from(list(FAMILIES)), extends=st.booleans())
 def test_whatever_the_groups_ranks_and_buffers_are(data: st.DataObject, family: str, extends: bool) -> None:
-    """Each rank gets its blocks, all at first or some at a time, and computes, in its own time; nothing of a token is
-    there before it is told. Progress never goes back, and is never more than is there in the end.
+    """Each rank gets its blocks at once or some at a time, and reads no token before its advance.
+
+    Progress never goes back, and never exceeds the tokens that have landed in the end.
     """
     case: HandOver = data.draw(FAMILIES[family])
     case = in_the_end(case) if extends else case
@@ -317,7 +318,7 @@ async def producer_of(groups: Sequence[CacheGroup]) -> AsyncIterator[Runtime]:
 
 @in_virtual_time
 async def test_a_window_and_a_state_need_no_more_blocks_of_a_longer_prompt() -> None:
-    """A group of its own pool is judged by what it has in the end: a state's one slot, the window's blocks."""
+    """A group with its own pool needs only its blocks of the end: a state's slot, the window's blocks."""
     config = replace(PATIENT, engine_id="prefill", listen="tcp://127.0.0.1:0")
     window, slots = {"layers.0": torch.zeros(2, 3, 4, 1, 8)}, {"layers.1": torch.zeros(1, 8)}
     groups = [
@@ -364,7 +365,7 @@ async def test_a_producer_that_tells_wrong_blocks() -> None:
 
 @in_virtual_time
 async def test_blocks_that_nobody_tells() -> None:
-    """Without an answer a load that needs no more blocks ends as well; one that does fails, typed and soon."""
+    """Without an answer a load that has all its blocks succeeds; a load that needs more fails, typed and soon."""
     channel = ScriptedSideChannel()
     world = InprocCluster().world()
     channel.beneath, channel.mute = world.side_channel, (messages.LeaseRequest,)

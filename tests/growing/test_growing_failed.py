@@ -21,7 +21,7 @@ from tests.support.tests_support import Records, each, in_virtual_time
 @each("tokens", [0, 8, 16])
 @in_virtual_time
 async def test_a_prefill_that_breaks_ends_its_loads(staging: str, tokens: int) -> None:
-    """Whatever has landed: before the first token, in the middle, and also when all were there."""
+    """With any number of landed tokens: none, some, all."""
     async with pair_of(staging) as pair, AsyncExitStack() as stack:
         records, lease = Records(), opened(pair)
         stack.enter_context(pair.producer.runtime._observers.adding(records))
@@ -72,7 +72,7 @@ async def test_the_seal_says_so_until_its_word_is_needed(grows: bool) -> None:
 @each("end", ["fail", "decline"])
 @in_virtual_time
 async def test_a_reader_that_has_to_ask_for_the_lease_is_told_so(end: str) -> None:
-    """Its ticket names no lease, such as one that a scheduler made; it waits for none that will not come."""
+    """Its ticket names no lease, like a ticket of a scheduler. It does not wait for a lease that will not come."""
     async with pair_of() as pair:
         producer, began_s = pair.producer.runtime, asyncio.get_running_loop().time()
         ticket = pair.offer([8], "hello").ticket.without_leases(

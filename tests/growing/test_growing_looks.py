@@ -28,7 +28,7 @@ def reads(pair: InprocPair) -> int:
 
 
 def many(pair: InprocPair, **more: Any) -> tuple[list[Lease], list[Any]]:
-    """Leases of one block each, of which nothing is computed, and loads of them that wait."""
+    """Leases of one block each, before they are computed, and loads that wait for them."""
     serve, start = pair.producer.runtime.serve_blocks, pair.consumer.runtime.start_load
     leases = [serve(ServeRequest(f"req-{at}", [at], num_tokens=4, computed_tokens=0)) for at in range(COUNT)]
     loads = [start(LoadRequest(f"req-{at}", lease.ticket, [at], **more)) for at, lease in enumerate(leases)]
@@ -37,7 +37,7 @@ def many(pair: InprocPair, **more: Any) -> tuple[list[Lease], list[Any]]:
 
 @contextlib.asynccontextmanager
 async def flowing() -> AsyncIterator[tuple[InprocPair, Lease, Load]]:
-    """A lease of which nothing is computed, and its load; looks are as often as usual."""
+    """A lease before its prompt is computed, and its load, with the usual interval between looks."""
     async with pair_of(limits=Limits()) as pair:
         lease = pair.producer.runtime.serve_blocks(ServeRequest("req", OFFERED, num_tokens=16, computed_tokens=0))
         yield pair, lease, pair.consumer.runtime.start_load(LoadRequest("req", lease.ticket, LOADED))
@@ -85,7 +85,7 @@ async def test_small_steps_are_not_read_one_by_one() -> None:
 
 @in_virtual_time
 async def test_a_producer_tells_at_once_that_a_lease_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever finds that not all is there asks for news, also if what is there is not worth a read."""
+    """A reader of an incomplete lease asks for changes, also if the new tokens are not worth a read."""
     monkeypatch.setattr(growing_loads, "SEAL_FETCH_EVERY_S", 10.0)
     async with flowing() as (pair, lease, load):
         await asyncio.sleep(1.0)

@@ -53,7 +53,7 @@ async def test_tokens_as_they_land(staging: str) -> None:
 
 @pytest.mark.parametrize("transport", ["inproc", pytest.param("nixl", marks=pytest.mark.nixl)])
 async def test_a_small_cache_grows_block_by_block_if_it_is_told_to(transport: str) -> None:
-    """Each step waits for what it has computed to land: with reads of the usual size nothing would before the last."""
+    """Each step waits for its tokens to land. With reads of the usual size only the last step would."""
     config = block_by_block(replace(PATIENT, listen="tcp://127.0.0.1:0"))
     async with nixl_pair(config=config) if transport == "nixl" else inproc_pair(config=config) as pair:
         lease, seen = opened(pair), list[int]()
@@ -81,7 +81,7 @@ async def test_a_part_of_a_cached_prompt_counts_from_its_own_first_token() -> No
 
 @in_virtual_time
 async def test_nothing_is_told_that_no_look_vouches_for() -> None:
-    """Reads that take longer than half of the hold: a part is told once a later look has found the lease open."""
+    """Reads take longer than half of the hold: tokens are reported once a later look has found the lease open."""
     world = InprocCluster(seed=1, conditions=NetworkConditions(read_s=0.2)).world()
     async with inproc_pair(config=CONFIG, producer_world=world, consumer_world=world) as pair:
         lease, seen = opened(pair), list[int]()

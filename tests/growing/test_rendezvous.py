@@ -55,7 +55,7 @@ PROMPT = list(range(100, 116))
 
 
 def rendezvous(pair: Any, request_id: str = SECRET, **more: Any) -> dict[str, Any]:
-    """What a router makes of what the producer has said of itself when it started; as JSON has it."""
+    """Return the ticket that a router makes of the producer's introduction, as JSON has it."""
     hello = pair.producer.runtime.introduce().to_params()
     made = Ticket.rendezvous(json.loads(json.dumps(hello)), request_id, **more)
     params: dict[str, Any] = json.loads(json.dumps(made.to_params()))
@@ -77,7 +77,7 @@ def offer(pair: Any, **more: Any) -> Lease:
 
 
 def ask(pair: InprocPair, reader: str = "r/0.0.0#1", request_id: str = "x", wait_s: float = 9.0) -> Any:
-    """What the producer answers to a question for an offer, or a future of that."""
+    """Return the producer's answer to a question for an offer, or a future of the answer."""
     host = host_of(pair.producer.runtime)
     target = host.context.local.caller
     return host.serving.lease_answers.answer(
@@ -160,7 +160,7 @@ async def test_blocks_that_the_offer_leaves_empty_are_refused(late: bool) -> Non
 
 @in_virtual_time
 async def test_a_payload_without_blocks() -> None:
-    """All is cached, or the prompt is shorter than a block: what comes with the end comes all the same."""
+    """The payload arrives with the end although no blocks do: all are cached, or the prompt is shorter than a block."""
     async with pair_of() as pair:
         for given in ({"block_ids": BLOCKS}, {"block_ids": [], "num_tokens": 3}):
             name = str(given)
@@ -246,7 +246,7 @@ def awaited_at(sibling: TestEngine) -> Ticket:
 @each("grows", [False, True])
 @in_virtual_time
 async def test_readers_are_sent_on_to_the_engine_that_the_prompt_has_come_to(first: str, grows: bool) -> None:
-    """Such as another DP rank of the same server; whoever comes later is sent on, too."""
+    """For example to another DP rank of the same server. Later readers are redirected, too."""
     async with with_a_sibling() as (pair, sibling):
         there, here = awaited_at(sibling), Ticket.from_params(rendezvous(pair))
         load = start(pair, there.to_params(), prompt=PROMPT) if first == "reader" else None
@@ -290,7 +290,7 @@ async def test_readers_that_nobody_can_send_on_end_at_once() -> None:
 
 @in_virtual_time
 async def test_an_engine_that_serves_a_request_sends_nobody_on() -> None:
-    """Whoever knows a name may say so; what the engine itself knows counts."""
+    """A peer that knows the name of a request may redirect it, but a request that the engine serves stays."""
     async with with_a_sibling() as (pair, sibling):
         there = awaited_at(sibling)
         blocks = [1, 2, 3, 5]
@@ -625,7 +625,7 @@ async def test_offers_that_cannot_be() -> None:
 @each("met", [False, True])
 @in_virtual_time
 async def test_an_incarnation_that_is_no_name_is_refused_unread(incarnation: str, met: bool) -> None:
-    """Whether it is told by an offer, or by a rank that is asked for the lease that a ticket does not name."""
+    """Whether an offer names it, or the answer of a rank that is asked for a lease."""
     lease_of, records = OpenLease.rank_lease, list[LoadRecord]()
 
     def lie(self: OpenLease) -> RankLease:
@@ -650,7 +650,7 @@ async def test_an_incarnation_that_is_no_name_is_refused_unread(incarnation: str
 
 
 def asked(ticket: Ticket) -> dict[str, Any]:
-    """A ticket whose rank has to be asked for its lease."""
+    """Return a ticket without a lease, so that its rank has to be asked for the lease."""
     offer = {"block_ids": ticket.block_ids, "num_tokens": ticket.num_tokens, "ttl_s": ticket.ttl_s}
     return ticket.without_leases(request_id=ticket.request_id, **offer).to_params()
 

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BOUND_S = 100
-"""Bound of a script; what is tested would wait for longer."""
+"""Time limit of a script. A hang would last longer."""
 
 
 def run(code: str, *, quiet: bool = False) -> list[str]:

@@ -1,4 +1,4 @@
-"""Processes that die while a lease grows: what is left of the pair keeps its promises, over shared memory and tcp."""
+"""Processes that die while a lease grows: the survivor keeps its promises, over shared memory and tcp."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ asyncio.run(main())
 
 @pytest.mark.nixl
 def test_a_listener_that_ucx_has_closed_is_told_and_a_registration_mends_it() -> None:
-    """UCX 1.23 has closed listeners for good. Here the engine itself closes them, under UCX's hands."""
+    """UCX 1.23 has closed listeners permanently. Here the engine itself closes them, without UCX's knowledge."""
     code = """
 from kvflow.transport.nixl.native import listening_sockets
 

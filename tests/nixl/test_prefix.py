@@ -49,7 +49,7 @@ async def test_a_prefix_is_pulled_from_a_live_cache(pair: NixlPair) -> None:
 
 
 async def test_blocks_that_their_owner_takes_back_while_they_are_read_are_a_miss(pair: NixlPair) -> None:
-    """It writes to them at once: what was read of that is never reported."""
+    """The owner writes to them at once: bytes that were read afterwards are never reported."""
 
     class Reclaiming(FakePrefixCache):
         """Its owner takes everything back as soon as it was offered, and uses the blocks for something else."""

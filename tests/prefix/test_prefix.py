@@ -321,7 +321,7 @@ async def test_the_rest_comes_from_the_next_source(two: Fleet, late: bool) -> No
 
 @pytest.mark.parametrize("fails", [0, 1, 2])
 async def test_holders_of_as_much_are_the_sources_of_one_load(fails: int) -> None:
-    """Which goes on with the next one; all that have failed say why, and what was not read is given back."""
+    """The load goes on with the next holder. Failed holders have an error, and unread offers are given back."""
     async with fleet(3) as them:
         for holder in them.holders:
             holder.prefix_cache.put(PROMPT[: 7 * TOKENS], range(7))  # with all of it, others would not be waited for
@@ -665,7 +665,7 @@ async def test_blocks_that_are_not_those_of_the_keys_are_refused_before_anybody_
 
 
 async def test_who_may_not_share_is_told(them: Fleet) -> None:
-    """Twice, what is no prefix cache, in another thread, as a consumer."""
+    """Sharing twice, an object that is no prefix cache, another thread, a consumer."""
     (holder,) = them.holders
     with pytest.raises(UsageError, match="shared already"):
         holder.prefixes.share(FakePrefixCache(TOKENS))

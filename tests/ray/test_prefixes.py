@@ -21,7 +21,7 @@ SHARED = " ".join(BEGINNINGS * 3)  # a system prompt, so to speak
 
 
 def test_a_prefix_that_another_replica_has_computed_is_loaded(fleet: Fleet) -> None:
-    """The second replica computes what is left of the prompt; the text is that of one engine alone."""
+    """The second replica computes the rest of the prompt; the text is that of one engine alone."""
     fleet.have(fixed(2), fixed(1), share_prefixes=True)
     wait_until(lambda: [one["others"] for one in counts(fleet).values()] == [1, 1], "they know each other", WHOLE_S)
     tokenizer, checkpoint = ChatTokenizer(Path(fleet.checkpoint)), Path(fleet.checkpoint)

@@ -231,7 +231,7 @@ NEWCOMERS: dict[str, tuple[Callable[[EnginePair, Lease], Any], type[InvalidInput
 
 
 async def test_what_newcomers_write_is_refused_with_what_to_write(pair: EnginePair) -> None:
-    """The message has what was given and what is expected, too."""
+    """The message has the given and the expected value, too."""
     lease = pair.offer([3, 4])
     for what, (mistake, error, message) in NEWCOMERS.items():
         with pytest.raises(error, match=message):

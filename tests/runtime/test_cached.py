@@ -43,7 +43,7 @@ def serve(pair: InprocPair, name: str = "req", block_ids: Sequence[int] = FULL_O
 @each("late", [False, True])
 @in_virtual_time
 async def test_an_offer_that_ends_before_the_blocks(config: Config, prompt: list[int] | None, late: bool) -> None:
-    """Full blocks only are offered, and the first is cached: the reader has two blocks for what is one there."""
+    """Only full blocks are offered, and the first is cached: the reader has two blocks for one offered block."""
     async with virtual_pair(config) as pair:
         introduction = pair.producer.runtime.serve_blocks(ServeRequest("hello", [], 0)).ticket
         lease = serve(pair, prompt=prompt)

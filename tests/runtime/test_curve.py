@@ -74,7 +74,7 @@ async def test_both_legs_at_once_with_keys(keys: Path) -> None:
 
 
 async def test_an_answer_comes_encrypted(keys: Path) -> None:
-    """Neither what is asked nor what is answered is on the wire as it stands."""
+    """Neither the question nor the answer is readable on the wire."""
     heard: list[bytes] = []
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

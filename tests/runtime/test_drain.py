@@ -1,4 +1,4 @@
-"""Draining: no new work, what has begun goes on; then closing has nothing left to wait for, and tells readers."""
+"""Draining: no new work, open work goes on; afterwards closing waits for nothing, and notifies readers."""
 
 from __future__ import annotations
 

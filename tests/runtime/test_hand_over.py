@@ -1,4 +1,4 @@
-"""The main job: what loads read, report and release. What they read in all topologies is in `test_topologies`."""
+"""The main job: reads, reports and releases of loads. `test_topologies` compares the bytes in all topologies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Key files: what is read, what is refused and how, and when the folder is read again."""
+"""Key files: accepted files, refused files and their errors, and when the folder is read again."""
 
 from __future__ import annotations
 

@@ -279,7 +279,7 @@ async def test_a_lease_that_the_ticket_does_not_name_is_found_and_kept(timed: Ti
 
 
 async def test_waiting_ends_while_the_lease_is_being_found(timed: TimedPair) -> None:
-    """Early or late; nothing is renewed afterwards. What is found last of all is in `test_keeping`."""
+    """Early or late; nothing is renewed afterwards. `test_keeping` has a lease that is found last of all."""
     for steps in range(40):
         lease = timed.offer([3], f"req-{steps}", ttl_s=1000.0)
         await timed.reader.forget_peer("producer")
@@ -292,7 +292,7 @@ async def test_waiting_ends_while_the_lease_is_being_found(timed: TimedPair) -> 
 
 
 async def test_a_lease_that_is_over_keeps_nobody_from_waiting(timed: TimedPair) -> None:
-    """The load says so. A ticket that cannot be right is refused at once."""
+    """The load reports it. An invalid ticket is refused at once."""
     lease = timed.offer([3])
     lease.revoke()
     assert await timed.ended(lease) is LeaseOutcome.REVOKED

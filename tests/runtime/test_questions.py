@@ -54,7 +54,7 @@ async def test_many_questions_at_once() -> None:
 
 
 async def test_no_sockets_are_left() -> None:
-    """The machine's trouble is an error like any other of a peer that cannot be asked."""
+    """A shortage of the machine is an error like any other of an unreachable peer."""
     async with listening(replace(PLAIN, listen="tcp://0.0.0.0:0", advertise_host="127.0.0.1")) as listener:
         with asking() as channel:
             kept = partial(channel.ask, to(address_of(listener)), fingerprint=b"")

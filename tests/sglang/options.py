@@ -194,4 +194,4 @@ INDIFFERENT = {
         encoder_bootstrap_port encoder_register_urls enable_adaptive_dispatch_to_encoder enable_pdmux
         pdmux_config_path sm_group_num""",
 }
-"""By reason, fields that change neither what a page index means nor what is in a page."""
+"""By reason, fields that change neither the meaning of a page index nor the content of a page."""

@@ -280,7 +280,7 @@ def test_servers_with_other_components_of_state_are_refused(fresh: Site) -> None
 
 @pytest.mark.parametrize(("prefill", "decode"), [("gdn", "ple"), ("dsa-tail", "dsa-tail-longer")])
 def test_state_of_another_shape_is_refused(fresh: Site, prefill: str, decode: str) -> None:
-    """Such as a DSA tail that has room for speculative tokens on one side; SGLang's own backends copy what is live."""
+    """For example a DSA tail with room for speculative tokens on one side; SGLang's own backends copy the live part."""
     request = StateRequest(*fresh.states(prefill, decode), pages=[3], targets=[5])
     request.begin()
     request.send()

@@ -508,7 +508,7 @@ def test_an_introduction_that_cannot_be_read_fails_the_request(
 
 
 def test_a_silent_prefill_server_has_a_typed_failure(fresh: Site) -> None:
-    """SGLang asks some times, then aborts what has waited."""
+    """SGLang asks some times, then aborts the waiting request."""
     prefill, decode = fresh.pair()
     prefill.close()
     fresh.servers.remove(prefill)

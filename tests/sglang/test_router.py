@@ -280,7 +280,7 @@ def endless() -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_one_of_two_is_killed_under_traffic(fleet: Fleet, role: str) -> None:
-    """The router tries again: whatever is answered is right, and what is left serves all after a while."""
+    """The router tries again: every answer is right, and the remaining servers serve all requests after a while."""
     side = fleet.prefills if role == "prefill" else fleet.decodes
     with router(fleet, *OFTEN) as client:
         with Traffic(lambda prompt: generate(client, "", prompt, 24), endless()) as traffic:

@@ -65,7 +65,7 @@ async def engines(*sides: tuple[str, Config, str]) -> AsyncIterator[EnginePair]:
 
 
 async def test_scratch_memory_reads_whole_blocks_and_not_pieces() -> None:
-    """What they hold in the end is in `test_topologies`, for every way."""
+    """`test_topologies` compares the bytes, for every way."""
     async with engines(("producer", BASE, "NHD"), ("consumer", replace(BASE, scratch="always"), "HND")) as pair:
         report = await pair.load(pair.offer(range(BLOCKS)), range(BLOCKS))
         assert report.descriptors < 2 * LAYERS * (BLOCKS + 1)
@@ -113,7 +113,7 @@ class EngineCopier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FarPair(EnginePair):
-    """Two engines whose caches the transport cannot reach, and how they copy."""
+    """Two engines with caches that the transport cannot reach, and the threads that copy."""
 
     saved: EngineCopier
     loaded: EngineCopier
@@ -124,7 +124,7 @@ class FarPair(EnginePair):
         return self.transport.statistics.bytes_read
 
     async def hold_copy(self, block: int = 3) -> asyncio.Task[LoadReport]:
-        """A load whose bytes are on their way to the device, and stay there until the gate opens."""
+        """Start a load. Its copy to the device waits until the gate opens."""
         self.loaded.gate.clear()
         task = self.start(self.offer([block]))
         await until(lambda: self.loaded.calls)
@@ -252,7 +252,7 @@ async def test_a_failed_copy_of_a_lease_without_a_hold_gives_its_blocks_back_onc
 
 @pytest.mark.parametrize("num_tokens", [4, 2], ids=["whole block", "partly filled block"])
 async def test_a_failed_copy_at_the_consumer_fails_the_load_and_blames_no_peer(far: FarPair, num_tokens: int) -> None:
-    """What is in a block that is to be filled in part has to be fetched first."""
+    """A block that is filled in part has to be fetched first."""
     far.loaded.problem = FIRE
     lease = far.writer.serve_blocks(ServeRequest("req", block_ids=[3], num_tokens=num_tokens))
     await far.fails(TransferFailed, lease, match="the device is on fire")

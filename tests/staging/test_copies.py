@@ -139,7 +139,7 @@ def test_the_stride_of_a_single_block_means_nothing() -> None:
 
 
 def copied_naively(source: Cache, target: Cache, source_ids: list[int], target_ids: list[int]) -> list[bytes]:
-    """What the target's memory should be; the target is written."""
+    """Return the expected memory of the target. The target is written."""
     for here, there in zip(source_ids, target_ids, strict=True):
         for ours, theirs in zip(naive_parts(source, here), naive_parts(target, there), strict=True):
             for token, head, dim in np.ndindex(*ours.shape):
@@ -165,7 +165,7 @@ def block_copies(draw: st.DrawFn) -> tuple[Recipe, Recipe, list[int], list[int]]
 
 
 class Bus(CacheDevice):
-    """A device that is not the CPU's, whose memory of its own has room for two rows: all of it is on the CPU."""
+    """A device other than the CPU, with room for two rows in its own memory. All of it is on the CPU."""
 
     on_host = False
 
@@ -281,7 +281,7 @@ def scatters(draw: st.DrawFn) -> tuple[Recipe, dict[str, int], str, list[tuple[i
 def scattered_naively(
     cache: Cache, scratch: torch.Tensor, sizes: dict[str, int], order: str, places: list[tuple[int, int]]
 ) -> list[bytes]:
-    """What the cache's memory should be; the cache is written, one head of one token at a time."""
+    """Return the expected memory of the cache. It is written, one head of one token at a time."""
     for number, (block, chunk) in enumerate(places):
         for row, part in enumerate(naive_parts(cache, block)):
             run = part.shape[2] * part.element_size()

@@ -1,4 +1,4 @@
-"""What a device is asked for by buffers: scratch memory and staged copies."""
+"""The requests of buffers to a device: scratch memory and staged copies."""
 
 from __future__ import annotations
 

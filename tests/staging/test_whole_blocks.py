@@ -40,7 +40,7 @@ def scratch_pays(kind: str, near: bool, run: int, batches: int = 1) -> bool:
 
 
 def break_even(kind: str, near: bool) -> int:
-    """The shortest run of a head of a token, in powers of two, for which it does not pay any more."""
+    """Return the shortest run of a head of a token, in powers of two, from which whole blocks do not pay."""
     return next(1 << size for size in range(4, 30) if not scratch_pays(kind, near, 1 << size))
 
 

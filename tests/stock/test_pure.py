@@ -1,4 +1,4 @@
-"""Parameters and shapes: what is made for stock readers, what of theirs is read, and what is imported for it."""
+"""Parameters and shapes: made for stock readers, read from stock producers, with few imports."""
 
 from __future__ import annotations
 

@@ -286,7 +286,7 @@ def kept_by(ours: Reader) -> int:
 
 
 def stale(ours: Reader) -> None:
-    """Let what is known of its peers be old."""
+    """Age the knowledge about the peers."""
     for peer in ours.runtime._supervisor.incarnation.peers.by_address.values():  # type: ignore[union-attr]
         if peer.connection is not None:
             peer.connection.alive_s = -1e9  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Parameters that are used late, over real NIXL: what is reported as good is right; a stock reader takes anything."""
+"""Parameters that are used late, over real NIXL: reported bytes are right; a stock reader accepts any bytes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Forgetful:
         return self._producer.offer(name, [block], TOKENS)
 
     async def run(self) -> None:
-        """As its steps: what has been said counts before what is over."""
+        """Do the engine's steps. A report that has come counts before the lease's end."""
         while True:
             self._producer.step()
             for name, (end_s, block) in list(self._ends.items()):

@@ -113,7 +113,7 @@ def test_whether_regions_hold_several_layers_is_all_that_is_asked_of_their_names
 
 
 def test_an_answer_takes_no_more_than_others_may() -> None:
-    """As long as it is, and as what is made of it: names that are not read stay where they are."""
+    """By its own length, and by the memory that it takes: unread names stay in the message."""
     assert connections.ANSWER_BYTES_MAX == METADATA_BYTES_MAX
     with pytest.raises(WireError, match=f"at most {METADATA_BYTES_MAX}"):
         decode_answer(answer_with(region_members=[["x" * 100] * 60_000] * 3))

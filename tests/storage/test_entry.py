@@ -1,4 +1,4 @@
-"""An entry's header: what was written is read, and nothing else is taken for it."""
+"""An entry's header: a written header is read, and no other bytes pass for it."""
 
 from __future__ import annotations
 

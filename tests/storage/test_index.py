@@ -111,7 +111,7 @@ def test_what_cannot_be_read_is_not_found_and_the_first_to_go() -> None:
 
 
 class Index(RuleBasedStateMachine):
-    """Against what is on disk."""
+    """The index, and the entries on disk."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Blocks into files and back: what was saved comes back, or an error says why not, and the books are right."""
+"""Blocks into files and back: saved blocks come back, or an error says why not, and the books are right."""
 
 from __future__ import annotations
 

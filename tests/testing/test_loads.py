@@ -16,7 +16,7 @@ from tests.support.tests_support import each, in_virtual_time, limited, lose_err
 BLOCKS, TAKEN = [3, 4], [0, 1]
 
 EAGER = limited(Config(engine_id="any", load_deadline_s=60.0), slice_bytes_max=64)
-"""So that what is computed of a small prompt is read at once."""
+"""So that computed tokens of a small prompt are read at once."""
 
 Use = Callable[[Load], Coroutine[Any, Any, None]]
 

@@ -31,7 +31,7 @@ SIZE = 64
 
 @dataclass
 class Node:
-    """A host with one agent, its memory, and what its poller has been told, and when."""
+    """A host with one agent, its memory, and its poller's events with their times."""
 
     host: SimHost
     transport: InprocTransport

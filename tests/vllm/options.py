@@ -119,4 +119,4 @@ INDIFFERENT = {
         "read by other connectors only": "kv_port enable_permute_local_kv",
     },
 }
-"""By config and reason, fields that change neither what a block id means nor what is in a block."""
+"""By config and reason, fields that change neither the meaning of a block id nor the content of a block."""

@@ -81,7 +81,7 @@ class Counted:
 
 
 def until(server: Server, counted: Counted, name: str, value: float) -> None:
-    """vLLM shows what its workers have noted some steps later."""
+    """Wait until a counter has this value: vLLM shows the workers' counters some steps later."""
     for _ in range(200):
         if getattr(counted, name) >= value:
             return
@@ -322,7 +322,7 @@ class Conversation:
         self._said = [*prompt_of(100, 9000), *prompt_of(60, 9001 + seed)]
 
     def ask(self, server: Server) -> None:
-        """Go on, or ask once more what was asked before; one server alone says the same, as surely."""
+        """Ask the next turn, or repeat an earlier turn. Compare the answer with that of one server alone."""
         again = self._prompts and self._rng.random() < 0.25
         prompt = self._rng.choice(self._prompts) if again else self._said
         tokens, sure = _sure(server, prompt, self._rng.choice((8, 33, 70)))

@@ -79,7 +79,7 @@ class Engine:
         self.connector = self.scheduler.connector
         self.prefix_cache = PagedPrefixCache([PagedGroup(group.facts) for group in self.connector._groups], BLOCK_SIZE)
         self.content: dict[int, list[Content | None]] = {}
-        """Of each block, what its slots hold."""
+        """For each block, the contents of its slots."""
         self.steps_behind = steps_behind
         self.in_flight: list[tuple[SchedulerOutput, list[Any], bool]] = []
         """Steps that are scheduled and not computed: what each writes, and whether it is the first after a reset."""

@@ -379,7 +379,7 @@ def test_a_buffer_on_the_cpu_is_host_staging(
 
 
 def test_a_step_on_a_gpu_is_told_what_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loads wait for what was queued before the step, saves for the step itself; on a CPU nothing is recorded."""
+    """Loads wait for work that was queued before the step, saves for the step itself; on a CPU nothing is recorded."""
     connector = KVFlowConnector.__new__(KVFlowConnector)
     connector._role = KVConnectorRole.WORKER
     begun: list[tuple[object, object]] = []
@@ -637,7 +637,7 @@ def test_layers_that_there_are_no_numbers_for_are_refused(names: list[str]) -> N
 
 @pytest.mark.skipif(INSTALLED < "0.32", reason="the values of vLLM before 0.32 were not read")
 def test_every_cache_dtype_of_vllms_is_in_the_table() -> None:
-    """A version that brings another one makes this fail: add a row, and try it or refuse it."""
+    """With a new dtype of vLLM this test fails: add a row, and try it or refuse it."""
     assert {row.name for row in CACHE_DTYPES.values() if row.since <= INSTALLED} == {*get_args(CacheDType)}
 
 

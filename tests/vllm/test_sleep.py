@@ -119,7 +119,7 @@ def test_servers_sleep_and_wake_under_traffic(site: Site, setups: tuple[Setup, S
 
 
 def test_a_sleep_and_new_weights_and_a_hand_over(site: Site, tmp_path: Path) -> None:
-    """As in training loops: what was computed with the old weights is not read."""
+    """As in training loops: blocks of the old weights are not read."""
     weights = safetensors.torch.load_file(MODELS / "full" / "model.safetensors")
     values = {name: weight.flip(0).contiguous() for name, weight in weights.items() if "v_proj" in name}
     safetensors.torch.save_file(weights | values, tmp_path / "model.safetensors")

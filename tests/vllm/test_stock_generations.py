@@ -111,7 +111,7 @@ def test_ours_reads_and_asks_no_more_than_it_has_to(stock: StockEngine, ours: Ou
 
 
 def test_a_stock_producer_registers_again(stock: StockEngine, ours: Ours) -> None:
-    """And under load: what was offered before is refused, or was read before."""
+    """And under load: earlier offers are refused, or were read before."""
     if not stock.counts:
         pytest.skip(f"vLLM {vllm.__version__} never registers a cache again")
     ours_reads(ours, stock, "before")

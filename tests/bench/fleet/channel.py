@@ -54,7 +54,7 @@ class SimulatedListener:
         self._limits = limits
         self.busy_until_s = 0.0
         self.connections: OrderedDict[_Connection, float] = OrderedDict()
-        """And when each was used last; the one that was not used for longest comes first."""
+        """Each connection and the time of its last use, the longest unused first."""
         self.connections_peak = 0
         """Connections at once, so far."""
         self.times_dropped = 0

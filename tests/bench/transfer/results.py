@@ -126,7 +126,7 @@ def _seconds(turns: Sequence[TurnResult]) -> list[float]:
 
 
 def targets_of(idle: Idle, speeds: Sequence[Speed], lags: Sequence[Lag]) -> Iterator[TargetRow]:
-    """Hold what was measured over a transport against what is promised."""
+    """Compare the measurements over a transport with the promises."""
     name = idle.transport
     over = [row for row in speeds if row.transport is name]
     ours = [row for row in over if row.contender is Contender.KVFLOW]

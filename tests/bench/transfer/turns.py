@@ -19,7 +19,7 @@ ContenderT = TypeVar("ContenderT", bound=Hashable)
 
 
 def rounds_of_pair(rounds: int, pairs: int, pair: int) -> range:
-    """Rounds that are for the pairs opened at turn `pair`. SettingsError if some would have none."""
+    """Rounds for the pairs that are opened at turn `pair`. SettingsError if a pair would have no round."""
     if rounds < pairs:
         raise SettingsError(f"--rounds: {rounds} is too little for --pairs {pairs}")
     return range(pair * rounds // pairs, (pair + 1) * rounds // pairs)

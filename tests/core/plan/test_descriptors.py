@@ -197,7 +197,7 @@ def test_the_chunks_between_two_places_of_the_prompt(
 
 
 def test_the_tokens_of_a_prompt_may_be_more_than_memory_has() -> None:
-    """A ticket may claim anything: what is made of it grows with our own blocks."""
+    """A ticket may claim any number of tokens; memory grows only with our own blocks."""
     full, tail = match_chunks(
         array([5, 9]), 1 << 21, local_block_size=16, remote_block_size=1 << 42, num_tokens=(1 << 62) + 7
     )

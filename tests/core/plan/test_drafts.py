@@ -1,4 +1,4 @@
-"""Layers of a draft model that one engine has and the other has not: what is planned, and that a lease still ends."""
+"""Layers of a draft model on one side only: the plan, and the end of the lease."""
 
 from __future__ import annotations
 

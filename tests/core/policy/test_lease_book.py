@@ -1,4 +1,4 @@
-"""The lease book against a plain model of what was promised, with timers that come early and late."""
+"""The lease book against a plain model of its promises, with timers that come early and late."""
 
 from __future__ import annotations
 

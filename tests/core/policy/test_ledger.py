@@ -102,7 +102,7 @@ class LedgerAgainstModel(RuleBasedStateMachine):
     @precondition(lambda self: self.kept)
     @rule(data=st.data(), late=st.booleans(), over=st.booleans())
     def read_from_another_source(self, data: st.DataObject, *, late: bool, over: bool) -> None:
-        """Of what is kept one load after the other may begin, and it stays claimed when they have ended."""
+        """Loads may begin one after the other. Between them, the blocks stay claimed."""
         index = data.draw(st.integers(0, len(self.kept) - 1))
         ids = self.kept[index]
         self.ledger.begin_load(ids)

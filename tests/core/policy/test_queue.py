@@ -118,7 +118,7 @@ def test_a_large_turn_is_not_starved_by_small_ones_that_would_fit() -> None:
 
 
 def test_asking_may_let_somebody_else_go_who_is_told() -> None:
-    """The newcomer takes what its peer may have, so the peer's next one no longer keeps the third waiting."""
+    """The newcomer uses its peer's share, so the peer's next turn no longer keeps the third waiting."""
     queue = FairQueue((4,), (3,))
     holder = queue.request_permit((2,), "a")
     large, behind = queue.request_permit((3,), "c", 1), queue.request_permit((1,), "b", 1)

@@ -1,4 +1,4 @@
-"""Messages: what is written can be read, and what cannot be right is refused and nothing else happens."""
+"""Messages: encoded messages can be decoded, and wrong ones are refused without an effect."""
 
 from __future__ import annotations
 

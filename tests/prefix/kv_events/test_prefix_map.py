@@ -1,4 +1,4 @@
-"""`PrefixMap` against sets that are counted by hand: what engines have told, what is forgotten, what is not known."""
+"""`PrefixMap` against sets that are counted by hand: reported blocks, forgotten blocks, unknown blocks."""
 
 from __future__ import annotations
 
