@@ -310,12 +310,12 @@ def _join_offers(engine: _Engine, question_id: str, offers: Sequence[_RankOffer]
     connection = engine.connection
     groups, tables, ranks = connection.groups, [], list[RankLease]()
     for at, offer, lease in offers:
-        given = lease.block_tables or offer.block_ids
-        if len(given) != len(groups) or (offer.num_tokens > tokens and not all(group.whole for group in groups)):
+        offered = lease.block_tables or offer.block_ids
+        if len(offered) != len(groups) or (offer.num_tokens > tokens and not all(group.whole for group in groups)):
             return None
         own = [
             ids[: -(-tokens // group.block_size)] if group.whole else ids
-            for group, ids in zip(groups, given, strict=True)
+            for group, ids in zip(groups, offered, strict=True)
         ]
         for group, ids in zip(groups, own, strict=True):
             least = group.blocks_needed(tokens)

@@ -51,21 +51,18 @@ class StoreDirectory:
         error, call `close`.
         """
         self._lock()
-        ours = [
-            item
-            for item in os.scandir(self.path)
-            if _FILE_NAME.match(item.name) and item.is_file(follow_symlinks=False)
-        ]
-        found: dict[str, Entry] = {}
-        for item in sorted(ours, key=lambda item: (item.stat(follow_symlinks=False).st_mtime_ns, item.name)):
+        named = (item for item in os.scandir(self.path) if _FILE_NAME.match(item.name))
+        stored = (item for item in named if item.is_file(follow_symlinks=False))
+        entries: dict[str, Entry] = {}
+        for item in sorted(stored, key=lambda item: (item.stat(follow_symlinks=False).st_mtime_ns, item.name)):
             name = item.name.partition("-")[0]
             if item.name.endswith(_PARTIAL_SUFFIX):
                 self.remove(item.name)
                 continue
-            if name in found:  # the file was replaced, and a crash prevented its removal
-                self.remove(found.pop(name).file)
-            found[name] = Entry(name, item.name, item.stat(follow_symlinks=False).st_size)
-        return list(found.values())
+            if name in entries:  # the file was replaced, and a crash prevented its removal
+                self.remove(entries.pop(name).file)
+            entries[name] = Entry(name, item.name, item.stat(follow_symlinks=False).st_size)
+        return list(entries.values())
 
     def create_again(self) -> bool:
         """If the directory was removed or replaced, create and lock it again, and return True.

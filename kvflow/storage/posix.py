@@ -81,14 +81,12 @@ class PosixMover:
     def begin(self, descriptors: Descriptors, direction: Direction) -> object:
         bindings = self._bindings
         operation = bindings.NIXL_WRITE if direction is Direction.SAVE else bindings.NIXL_READ
-        ours, theirs = descriptors.table
+        memory_rows, file_rows = descriptors.table
         try:
             self._start()
-            local, remote = (
-                bindings.nixlXferDList(bindings.DRAM_SEG, ours),
-                bindings.nixlXferDList(bindings.FILE_SEG, theirs),
-            )
-            handle = self._agent.createXferReq(operation, local, remote, self._name, "", self._backends)
+            memory = bindings.nixlXferDList(bindings.DRAM_SEG, memory_rows)
+            file = bindings.nixlXferDList(bindings.FILE_SEG, file_rows)
+            handle = self._agent.createXferReq(operation, memory, file, self._name, "", self._backends)
         except self._errors as error:
             raise TransportError(f"{type(error).__name__}: {error}") from error
         try:

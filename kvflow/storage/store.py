@@ -194,25 +194,25 @@ class BlockStore:
         Facts that only the file has are not checked yet. Raise RequestError (also BlocksBusy), Overloaded, or
         DeadlineExceeded if no time is left.
         """
-        given = checks.normalize_request(request, type(request), "request", self._config.limits.block_ids_max)
-        what = f"request {given.request_id!r}"
-        tables, entries = self._resources.ledger.find_entries(given.block_ids, f"{what}: block_ids")
+        checked = checks.normalize_request(request, type(request), "request", self._config.limits.block_ids_max)
+        what = f"request {checked.request_id!r}"
+        tables, entries = self._resources.ledger.find_entries(checked.block_ids, f"{what}: block_ids")
         for group, ids in zip(self._stored_cache.groups, tables, strict=True):
-            needed = -(-given.num_tokens // group.block_size)
+            needed = -(-checked.num_tokens // group.block_size)
             if len(ids) > needed or (group.whole and len(ids) < needed):
                 blocks = f"{counted(len(ids), 'block')} of {counted(group.block_size, 'token')}"
-                takes = f"num_tokens {given.num_tokens} needs {needed}"
+                takes = f"num_tokens {checked.num_tokens} needs {needed}"
                 raise RequestError(f"{what}: group {group.name!r}: {blocks}, {takes}")
         if not len(entries):
             raise RequestError(f"{what}: no blocks to {direction}")
         if len(self._transfers) >= self._config.loads_waiting_max:
             full = f"{what}: saves and restores under way: {len(self._transfers)} (loads_waiting_max)"
-            raise Overloaded(full, request_id=given.request_id, peer=self._directory.path)
-        deadline_s = self._config.load_deadline_s if given.deadline_s is None else given.deadline_s
+            raise Overloaded(full, request_id=checked.request_id, peer=self._directory.path)
+        deadline_s = self._config.load_deadline_s if checked.deadline_s is None else checked.deadline_s
         if deadline_s <= 0:
             late = f"{what}: {direction}: its deadline_s was {deadline_s:g} when it was requested"
-            raise DeadlineExceeded(late, request_id=given.request_id, peer=self._directory.path, phase="queued")
-        transfer = StoreTransfer(given, direction, tables, entries, self._resources, self._store_thread, deadline_s)
+            raise DeadlineExceeded(late, request_id=checked.request_id, peer=self._directory.path, phase="queued")
+        transfer = StoreTransfer(checked, direction, tables, entries, self._resources, self._store_thread, deadline_s)
         transfer.flight.on_safe = lambda _: self._close_when_safe(transfer)
         self._transfers[transfer] = None
         self._idle.clear()

@@ -301,8 +301,8 @@ class PlainMover:
         """Do nothing."""
 
     def begin(self, descriptors: Descriptors, direction: Direction) -> object:
-        ours, theirs = descriptors.table
-        rows = zip(ours[:, 0].tolist(), ours[:, 1].tolist(), theirs[:, 0].tolist(), theirs[:, 2].tolist(), strict=True)
+        memory, file = descriptors.table
+        rows = zip(memory[:, 0].tolist(), memory[:, 1].tolist(), file[:, 0].tolist(), file[:, 2].tolist(), strict=True)
         try:
             for address, size, offset, fd in rows:
                 _move_all(fd, (ctypes.c_char * size).from_address(address), offset, direction)

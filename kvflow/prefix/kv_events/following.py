@@ -109,9 +109,9 @@ class _Follower:
             self._connect()
         except (zmq.ZMQError, ValueError, TypeError) as error:
             self.close()
-            given = [one for one in (source.endpoint, source.replay_endpoint) if one is not None]
-            meant = "".join(address_suggestion(one) for one in given if "://" not in one)
-            raise ConfigError(f"KV events of {source.holder!r} at {', '.join(given)}: {error}{meant}") from error
+            endpoints = [place for place in (source.endpoint, source.replay_endpoint) if place is not None]
+            meant = "".join(address_suggestion(place) for place in endpoints if "://" not in place)
+            raise ConfigError(f"KV events of {source.holder!r} at {', '.join(endpoints)}: {error}{meant}") from error
 
     def _connect(self) -> None:
         self._endpoint = prepare_socket(
