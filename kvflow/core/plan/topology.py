@@ -308,6 +308,7 @@ def _divisibility_problem(name: str, local: int, remote: int) -> str:
 
 
 def _layer_differences(local: Sequence[CacheShare], remote: Sequence[CacheShare]) -> Iterator[str]:
+    # A stage lacks the layers of the others: of a pipeline only all stages together show what is missing.
     if local[0].pp_size == remote[0].pp_size == 1:
         all_local, all_remote = layers_of(local), layers_of(remote)
         for segment in all_local | all_remote:

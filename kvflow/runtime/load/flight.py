@@ -247,6 +247,7 @@ class Flight:
             cancelled = await self._wait_for_last_read(grace_s)
         if self.state is TransferState.STOPPING:
             self.state = fire(TRANSFER_TABLE, self.state, "overdue")
+            # NIXL takes no posted read back: bytes may land until the last read has stopped (I1).
             self._resources.ledger.quarantine(self._ids)
         if cancelled:
             raise asyncio.CancelledError
@@ -307,6 +308,7 @@ class Flight:
 
         `unproven`: the sources with a proof that cannot decide before the seal is fetched again.
         """
+        # By this rank's clock alone: the clocks of two machines are never compared (I2).
         now_s = self._resources.clock.now_s()
         fresh, unproven = True, []
         for source in self._sources:
@@ -348,7 +350,7 @@ class Flight:
         """
         source, descriptors, carries_seal = read
         proof = source.proof
-        if proof.judge_before_post() is ProofStep.STALE:
+        if proof.judge_before_post() is ProofStep.STALE:  # saves reads that the proof at the end would discard
             return False
         await self._post_when_permitted(source, descriptors, group_state, fetches_seal=carries_seal)
         if not proof.fetch_posted:
@@ -370,7 +372,7 @@ class Flight:
         if permit.state is PermitState.WAITING:
             await self._wait_for_permit(permit)
         try:
-            if self._error is not None:
+            if self._error is not None:  # another read has failed during the wait
                 raise self._error
             now_s = resources.clock.now_s()
             on_end = partial(self._read_ended, source, permit, group_state, now_s, fetches_seal)
@@ -416,11 +418,11 @@ class Flight:
         self._under_way -= 1
         if isinstance(event, RuntimeBroken):
             resources.permit_queue.end(permit)
-            if group_state is not None:
+            if group_state is not None:  # its buffers stay taken: bytes may still land in them (I1)
                 self._lost_groups.append(group_state)
             self._note_lost(event)
             return
-        failed = event.error is not None
+        failed = event.error is not None  # a read that NIXL reports as failed counts as stopped
         self.last_read_s = resources.clock.now_s()
         resources.permit_queue.end(permit, 0.0 if failed else self.last_read_s - posted_s)
         self.post_s += event.post_s
@@ -456,6 +458,7 @@ class Flight:
         loop, end = asyncio.get_running_loop(), self._end_future()
         deadline_s = loop.time() + grace_s
         cancelled = False
+        # A cancelled scope of anyio cancels its task once per turn of the loop: without the shield, the wait spins.
         with shielded_from_scopes():
             while not self.safe and not end.done() and (left_s := deadline_s - loop.time()) > 0:
                 try:
@@ -475,6 +478,7 @@ class Flight:
         if group_state.pending:
             return
         copy, release = group_state.group.copy, group_state.group.release
+        # A load that has failed or stops writes nothing more into its blocks: its caller may get them back (I1).
         if copy is not None and group_state.intact and self.state is TransferState.READING and self._error is None:
             self._copies += 1
             self._under_way += 1

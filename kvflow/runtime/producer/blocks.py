@@ -155,6 +155,7 @@ class OfferedBlocks:
         """
         tables, _ = self._ledger.find_entries(block_ids, f"{what}: block_ids")
         groups = zip(self._groups, tables, strict=True)
+        # Full blocks only: an engine may leave out a partly filled last block.
         return any(group.whole and len(ids) < num_tokens // group.block_size for group, ids in groups)
 
     def take(self, request_id: str, block_ids: object, num_tokens: int, lease_id: str, *, extends: bool) -> HeldBlocks:
@@ -213,7 +214,7 @@ class OfferedBlocks:
         tables = tuple(np.concatenate(both) for both in zip(held.tables, more, strict=True))
         self._check_room(tuple(map(len, tables)), held.counts, held.num_tokens, what)
         _, entries = self._ledger.find_entries(tables[0] if len(tables) == 1 else tables, f"{what}: block_ids")
-        added = np.setdiff1d(entries, held.entries)
+        added = np.setdiff1d(entries, held.entries)  # several blocks of a split group share an entry
         with ExitStack() as undo:
             self._ledger.lease(added)
             undo.callback(self._ledger.release, added)
@@ -251,6 +252,7 @@ class OfferedBlocks:
         for group, count in zip(self._groups, counts, strict=True):
             self._check_filled(group, count, num_tokens, what)
             tokens = min(tokens, count * group.block_size) if group.whole else tokens
+        # Only now: a window or a state belongs to the last token that the blocks of all other groups hold.
         for group, count in zip(self._groups, counts, strict=True):
             if group.whole or not any(counts):
                 continue
@@ -296,7 +298,8 @@ class OfferedBlocks:
         """
         if held.history is not None:
             held.history.note(held.computed)
-        if not held.closed:
+        if not held.closed:  # else the slot may hold another lease's seal by now
+            # The seal before the answers: a reader that is told of tokens reads the seal first (decision 0020).
             self._seals.seal(held.seal_index, held.lease_id, held.missing)
             if held.on_readable is not None:
                 held.on_readable()
@@ -314,6 +317,7 @@ class OfferedBlocks:
             held.fail(error)
             return
         advance.done = True
+        # In order: the event of another stream may happen before an earlier one, whose tokens are not computed yet.
         while held.advances and held.advances[0].done:
             held.computed = held.advances.popleft().tokens
         self.grow(held)
@@ -339,7 +343,7 @@ class OfferedBlocks:
         Call this once no read of these blocks can succeed: `limits.seal_hold_s` after `close` or, if
         `LeaseEntry.holds_blocks` is False, immediately after `close`.
         """
-        if held.failed:
+        if held.failed:  # a reader that comes late still finds FAILED, until another lease needs the slot
             self._seals.retire_slot(held.seal_index)
         if held.copies is None:
             self._free(held, on_free)

@@ -152,6 +152,7 @@ class LeaseAnswers:
         found = self._open_lease(request_id)
         if question.lease_id is not None:
             return self._answer_known(question, found)
+        # A request may be offered again with other blocks. The digest says which of its leases the ticket means.
         if found is not None and question.blocks_digest:
             is_meant = found.matches(question.num_tokens, question.blocks_digest)
             return messages.LeaseAnswer(state=LeaseAnswerState.OPEN, lease=found.rank_lease()) if is_meant else _ENDED
@@ -195,11 +196,13 @@ class LeaseAnswers:
         """
         reader = messages.claimed_engine_id(question)
         others = self._of_request.get(question.request_id, ())
+        # Neither one reader nor the readers of one request take all the room: others may wait, too (I8).
         room = self.waiting < WAITING_MAX and len(others) < WAITING_OF_REQUEST_MAX
         if not room or self._of_reader[reader] >= WAITING_OF_READER_MAX or not question.wait_s:
             return messages.NOTHING_YET
         waiting = _WaitingQuestion(question, asyncio.get_running_loop().create_future())
         ending = partial(self._reply, waiting, messages.NOTHING_YET)
+        # The reader names the time, this rank bounds it (I7).
         waiting.timer = self._clock.call_later(min(question.wait_s, QUESTION_WAIT_S), ending)
         self._of_request.setdefault(question.request_id, {})[waiting] = None
         self._of_reader[reader] += 1

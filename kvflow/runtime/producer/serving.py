@@ -144,6 +144,7 @@ class Serving:
         self._all_ended.clear()
         held.on_error = partial(self._fail_unreadable, entry)
         self._blocks.grow(held)
+        # Only now: `opened` answers the questions that wait already.
         held.on_readable = partial(self.lease_answers.answer_waiting, request.request_id)
         nothing = len(held.entries) == 0 and not held.extends and not request.payload
         self.lease_answers.opened(opened, empty=nothing)
@@ -215,7 +216,7 @@ class Serving:
             if len(payload) > notifications.NOTIFICATION_BYTES_MAX:
                 raise codec.WireError(f"{counted(len(payload), 'byte')}")
             message = codec.decode_notification(payload)
-        except codec.WireError as error:
+        except codec.WireError as error:  # anybody who reaches the port can send it: it changes nothing (I4, I8)
             self._notifications[Counted.MALFORMED] += 1
             logger.info("malformed notification of a reader dropped: %s", error)
             return
