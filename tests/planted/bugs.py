@@ -307,7 +307,7 @@ BUGS: dict[str, Bug] = {
     ),
     # --- connector, blocking, observers, devices
     "a ticket is used by two requests": Bug(
-        "        if found is not use and not (found.shared and found.readers):",
+        "        if recorded is not use and not (recorded.shared and recorded.readers):",
         "        if False:",
         (
             "tests/connector/test_scheduler.py::test_a_ticket_is_used_once",
