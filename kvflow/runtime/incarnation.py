@@ -194,10 +194,10 @@ class Incarnation:
         Refuses a request for another engine or rank, and a request from a peer with an incompatible cache, which
         `header` shows. If `draining`, only readers of a request with an open lease get this rank's metadata.
         """
-        local, theirs = self._context.local, request.target
+        local, target = self._context.local, request.target
         ours = local.caller
-        if theirs.engine_id != ours.engine_id:
-            asked_for = theirs.engine_id[:_NAME_CHARS_SHOWN]
+        if target.engine_id != ours.engine_id:
+            asked_for = target.engine_id[:_NAME_CHARS_SHOWN]
             it_is = f"{UNKNOWN_ENGINE}: expected {asked_for!r}, this is {ours.engine_id!r}"
             if getattr(request, "reader", "") == local.reader:
                 it_is += ", the reader itself: the peer's address leads back to it"
@@ -205,8 +205,8 @@ class Incarnation:
         if header.fingerprint != local.compatibility.fingerprint():
             own_facts = {"compatibility": local.compatibility, "cache_shares": local.cache_shares}
             return msgspec.structs.replace(refusal("the caches are not compatible"), **own_facts)
-        if theirs.rank != ours.rank:
-            return refusal(f"expected {theirs.rank}, this is {self._context.rank}")
+        if target.rank != ours.rank:
+            return refusal(f"expected {target.rank}, this is {self._context.rank}")
         if isinstance(request, messages.MetadataRequest):
             if draining and not self.serving.has_open_lease(request.request_id):
                 return refusal(f"engine {ours.engine_id!r} is draining", transient=True)
@@ -231,9 +231,9 @@ class Incarnation:
 
     async def begin_parts(self, parts: Sequence[Part], runtime: PartRuntime) -> None:
         """Call `registered` of each part (optional feature) of the runtime, in order, with this cache."""
-        for one in parts:
-            await one.registered(runtime, self.host)
-            self.begun_parts.append(one)
+        for part in parts:
+            await part.registered(runtime, self.host)
+            self.begun_parts.append(part)
 
     @property
     def busy(self) -> bool:
@@ -244,23 +244,23 @@ class Incarnation:
 
     def part_statistics(self) -> dict[str, PartStatistics]:
         """Return the counts of the begun parts (optional features) that have counts, by name."""
-        found = {}
-        for one in self.begun_parts:
-            with self._noting_errors(one, "statistics"):
-                if (now := one.statistics) is not None:
-                    found[one.name] = now
-        return found
+        counts = {}
+        for part in self.begun_parts:
+            with self._noting_errors(part, "statistics"):
+                if (now := part.statistics) is not None:
+                    counts[part.name] = now
+        return counts
 
     @contextmanager
-    def _noting_errors(self, one: Part, method: str) -> Iterator[None]:
+    def _noting_errors(self, part: Part, method: str) -> Iterator[None]:
         """Note an error that a part raises, so that all others are ended all the same. `release_parts` returns it."""
         try:
             yield
         except Exception as error:
-            if (one.name, method) not in self._part_problems:
-                logger.exception("engine %r: part %s: %s failed", self._context.config.engine_id, one.name, method)
+            if (part.name, method) not in self._part_problems:
+                logger.exception("engine %r: part %s: %s failed", self._context.config.engine_id, part.name, method)
                 why = f"{type(error).__name__}: {error_text(error) or 'not done in time'}"
-                self._part_problems[one.name, method] = f"{method} of part {one.name!r}: {why}"
+                self._part_problems[part.name, method] = f"{method} of part {part.name!r}: {why}"
 
     async def drain(self, deadline_s: float) -> bool:
         """Wait up to `deadline_s` seconds until all leases, loads and work of parts (optional features) have ended.
@@ -286,15 +286,15 @@ class Incarnation:
 
     def end_parts(self, why: Ending, wait_s: float = 0.0) -> None:
         """Call `end` of all begun parts (optional features), in order."""
-        for one in self.begun_parts:
-            with self._noting_errors(one, "end"):
-                one.end(why, wait_s)
+        for part in self.begun_parts:
+            with self._noting_errors(part, "end"):
+                part.end(why, wait_s)
 
     async def _parts_drained(self) -> None:
         """Wait until no begun part (optional feature) has work under way."""
-        for one in self.begun_parts:
-            with self._noting_errors(one, "drained"):
-                await one.drained()
+        for part in self.begun_parts:
+            with self._noting_errors(part, "drained"):
+                await part.drained()
 
     async def release_parts(self, timeout_s: float) -> str:
         """Call `release` of all begun parts, in order, each for about `timeout_s` at most.
@@ -302,10 +302,10 @@ class Incarnation:
         Return "" if all have released the cache, and none has raised an error since it began. Otherwise return why not.
         """
         problems = []
-        for one in self.begun_parts:
-            with self._noting_errors(one, "release"):
+        for part in self.begun_parts:
+            with self._noting_errors(part, "release"):
                 async with asyncio.timeout(timeout_s + _RELEASE_SLACK_S):
-                    problems.append(await one.release(timeout_s))
+                    problems.append(await part.release(timeout_s))
         problems += [why for (_, method), why in self._part_problems.items() if method != "statistics"]
         return "; ".join(filter(None, problems))
 
@@ -364,8 +364,8 @@ async def register(
     where = device_of(named_layers(sets))
     staged = is_staged(where.kind, config.staging, transport.reaches(where.kind))
     try:
-        if not staged or all(has_addresses(one.caches) for one in sets):
-            check_sets_disjoint([(groups[one.group], one.regions) for one in sets])
+        if not staged or all(has_addresses(layer_set.caches) for layer_set in sets):
+            check_sets_disjoint([(groups[layer_set.group], layer_set.regions) for layer_set in sets])
         memory = await _prepare_memory(config, runtime.copy_thread, groups, sets, where, staged, copy_blocks)
         registered = await _register(runtime, registration, memory)
         optional, uses_scratch = registered.host.optional, memory.scratch != "never"
@@ -374,7 +374,7 @@ async def register(
         if config.verify_share:  # now, not when the first load is to be verified
             optional.verify("Config.verify_share", ConfigError)
     except (TransportError, RuntimeError) as error:
-        layers = counted(sum(len(one.caches) for one in sets), "layer")
+        layers = counted(sum(len(layer_set.caches) for layer_set in sets), "layer")
         raise ConfigError(f"cannot register {layers}: {error}") from error
     for group in groups:
         logger.info(
@@ -409,7 +409,11 @@ async def _prepare_memory(
     device = await copy_thread.cache_device(where, engine_copies=staged and copy_blocks is not None)
     if staged:  # on the copy thread, since it touches every page of the host blocks
         staging = await copy_thread.run(lambda: host_blocks(groups, config, copy_blocks, device))
-        served = tuple(one for at, blocks in enumerate(staging) for one in sets_of(at, blocks.layers, config.tp_size))
+        served = tuple(
+            layer_set
+            for index, blocks in enumerate(staging)
+            for layer_set in sets_of(index, blocks.layers, config.tp_size)
+        )
     elif not device.on_host:
         spans = map_spans(named_layers(sets))
         await copy_thread.run(lambda: device.check(spans))
@@ -429,7 +433,7 @@ async def _register(runtime: RuntimeFacts, registration: OpenRegistration, memor
     """Register `memory`, and the memory of seals, with the transport. Return the new incarnation."""
     transport, seals, groups, sets = registration.transport, runtime.seals, memory.groups, memory.served_layers
     config = config_for_device(runtime.config, memory.target_device.where.kind)
-    shares = tuple(_cache_share(config, groups, one) for one in sets)
+    shares = tuple(_cache_share(config, groups, layer_set) for layer_set in sets)
     check_heads(shares)
     resources = FlightResources(
         ledger=BlockLedger(groups, memory.addresses),
@@ -440,7 +444,7 @@ async def _register(runtime: RuntimeFacts, registration: OpenRegistration, memor
         clock=runtime.clock,
         reads_max=config.limits.slices_in_flight_max,
     )
-    regions = tuple(one.regions for one in sets)
+    regions = tuple(layer_set.regions for layer_set in sets)
     layers = named_layers(sets)
     await transport.register(map_spans(layers), regions[0].device, [groups, *layers], _USES[config.role])
     await transport.register([seals.span], HOST, seals, MemoryUse.SERVED)
@@ -448,7 +452,7 @@ async def _register(runtime: RuntimeFacts, registration: OpenRegistration, memor
     local = LocalRank(
         reader=registration.agent_name,
         caller=Address(config.engine_id, runtime.rank, address_at(runtime.host, runtime.port)),
-        compatibility=compatibility_of([one.layout for one in sets], model=config.model),
+        compatibility=compatibility_of([layer_set.layout for layer_set in sets], model=config.model),
         cache_shares=shares,
         regions=regions,
         groups=tuple(facts_of_engine(group, config.tp_size) for group in groups),
@@ -468,13 +472,13 @@ async def _register(runtime: RuntimeFacts, registration: OpenRegistration, memor
     return Incarnation(runtime, registration, config, memory, resources, local, metadata)
 
 
-def _cache_share(config: Config, groups: Sequence[CacheGroup], one: LayerSet) -> CacheShare:
-    said = groups[one.group].num_kv_heads
+def _cache_share(config: Config, groups: Sequence[CacheGroup], layer_set: LayerSet) -> CacheShare:
+    said = groups[layer_set.group].num_kv_heads
     heads = config.num_kv_heads if said is None else said
-    if isinstance(one.layout, SegmentLayout):
-        heads = one.layout.segment.model_units
-    sharded = groups[one.group].kind is GroupKind.SHARDED
-    return cache_share_of(one.layout, config, model_kv_heads=heads, group=one.group, sharded=sharded)
+    if isinstance(layer_set.layout, SegmentLayout):
+        heads = layer_set.layout.segment.model_units
+    sharded = groups[layer_set.group].kind is GroupKind.SHARDED
+    return cache_share_of(layer_set.layout, config, model_kv_heads=heads, group=layer_set.group, sharded=sharded)
 
 
 def _first_few(requests: Sequence[str]) -> str:

@@ -453,14 +453,16 @@ def _checked_name(part: Part, what: str) -> str:
 
 def _checked_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
     """Return `parts` as a tuple. ConfigError if an item is not a `Part`, or a name occurs twice."""
-    given = checks.try_call(lambda: tuple(parts))
-    if given is None:
+    listed = checks.try_call(lambda: tuple(parts))
+    if listed is None:
         raise ConfigError(f"parts: expected a list, got {checks.short_repr(parts)}")
-    found = tuple(checks.instance(one, Part, f"parts[{at}]", error=ConfigError) for at, one in enumerate(given))
-    names = [_checked_name(part, f"parts[{at}].name") for at, part in enumerate(found)]
+    checked = tuple(
+        checks.instance(part, Part, f"parts[{index}]", error=ConfigError) for index, part in enumerate(listed)
+    )
+    names = [_checked_name(part, f"parts[{index}].name") for index, part in enumerate(checked)]
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
         raise ConfigError(f"parts: {', '.join(twice)} is listed more than once")
-    return found
+    return checked
 
 
 def _close_dropped(supervisor: Supervisor) -> None:

@@ -39,20 +39,20 @@ _LOST_LISTENERS: set[int] = set()
 class Agent:
     """A NIXL agent with its backends, its registered memory, and the tcp listeners that UCX opened for it."""
 
-    def __init__(self, bindings: ModuleType, name: str, given: Config, *, progress: bool) -> None:
+    def __init__(self, bindings: ModuleType, name: str, kvflow_config: Config, *, progress: bool) -> None:
         for file in _LOST_LISTENERS:
             _occupy_descriptor(file)
         others = listening_sockets()
         self.native = new_agent(bindings, name, progress=progress)
         plugins = self.native.getAvailPlugins()
-        unknown = next((name for name in given.nixl_backends if name not in plugins), None)
+        unknown = next((name for name in kvflow_config.nixl_backends if name not in plugins), None)
         if unknown is not None:
             raise ConfigError(
                 f"nixl_backend: {unknown!r} is not among NIXL's plugins {sorted(plugins)}{plugin_dir_note()}"
             )
         self.backends = [
             self.native.createBackend(name, backend_params(name, params))
-            for name, params in given.nixl_backends.items()
+            for name, params in kvflow_config.nixl_backends.items()
         ]
         self.registered: list[Any] = []
         address = bytes(self.native.getLocalMD())
