@@ -157,7 +157,7 @@ def test_a_peer_of_the_other_connector_reads_again_after_a_sleep(site: Site, set
             producer.post("/sleep", level=wakes)
             producer.post("/wake_up")
         for length in LENGTHS:
-            prompt, salt = story[wakes:][:length], f"after {wakes} wakes"
+            prompt, salt = story[wakes:][:length], f"{length} tokens after {wakes} wakes"
             received = received_tokens(consumer)
             expected = producer.ids(prompt, cache_salt="alone")
             params = prefill(producer, prompt, cache_salt=salt)
