@@ -104,17 +104,47 @@ class Part:
     decodes only these types of requests and those of the core."""
 
     def handshakes(self, context: RankContext, transport: Transport, own: Handshakes) -> HandshakeClient | None:
-        """Return a client for peers that do not run kvflow, which leaves other peers to `own`, or None."""
+        """Return a client that connects to peers that do not run kvflow, too.
+
+        Args:
+            context: facts about the rank.
+            transport: the transport that the rank's peers are connected with.
+            own: the client for peers that run kvflow. The part's client leaves these to it.
+
+        Returns:
+            The client; None if this part has none.
+        """
         return None
 
     def resolver(self, context: RankContext, peers: Peers, own: TicketResolver) -> Resolver | None:
-        """Return a resolver for tickets of engines that do not run kvflow, which leaves others to `own`, or None."""
+        """Return a resolver that resolves tickets of engines that do not run kvflow, too.
+
+        Args:
+            context: facts about the rank.
+            peers: the rank's peers.
+            own: the resolver for tickets of engines that run kvflow. The part's resolver leaves these to it.
+
+        Returns:
+            The resolver; None if this part has none.
+        """
         return None
 
     def reader_service(
         self, context: RankContext, serving: Serving, metadata: messages.Metadata
     ) -> ReaderService | None:
-        """Return the service for readers that do not run kvflow, or None. ConfigError if they cannot be served."""
+        """Return the service for readers that do not run kvflow.
+
+        Args:
+            context: facts about the rank.
+            serving: the leases of the rank.
+            metadata: what the rank tells peers about its cache.
+
+        Returns:
+            The service; None if this part has none.
+
+        Raises:
+            ConfigError: such readers cannot be served with this cache.
+        """
         return None
 
     async def registered(self, runtime: PartRuntime, host: PartHost) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +11,17 @@ import pytest
 
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.proof import SealProof
+from kvflow.errors import LoadError, PeerError
 from kvflow.prefix import keys, pull
 from kvflow.prefix.prefix_requests import PrefixReport
 from kvflow.prefix.pull import Pull
+from kvflow.prefix.search import Holder
 from kvflow.prefix.seek import PrefixQuestions
 from kvflow.prefix.sharing import SharedPrefixes
+from kvflow.runtime.load.load import Load
+from kvflow.runtime.load.requests import LoadReport
 from kvflow.runtime.peers import ticket_resolver
+from kvflow.runtime.producer.lease import OpenLease
 
 
 def believe_a_seal_seen_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,16 +55,30 @@ def reclaim_without_revoking(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def revoke_without_unpinning(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefix stays pinned after its lease has ended by itself."""
-    monkeypatch.setattr(SharedPrefixes, "_on_lease_end", lambda *_: None)
+    unpin, real = SharedPrefixes._unpin_ended, SharedPrefixes._revoke
+
+    def revoke(self: SharedPrefixes, opened: OpenLease) -> None:
+        real(self, opened)
+        if opened.outcome.done():
+            unpin(self, opened)
+
+    monkeypatch.setattr(SharedPrefixes, "_revoke", revoke)
+    monkeypatch.setattr(SharedPrefixes, "_unpin_ended", lambda *_: None)
 
 
 def read_from_the_next_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next holder is read while bytes from the failed holder may still land."""
+    real = Pull._await_load
 
-    async def settled(*_: object) -> bool:
-        return True
+    async def awaited(self: Pull, holders: Sequence[Holder], load: Load) -> LoadReport | None:
+        try:
+            await load
+        except (PeerError, LoadError) as error:
+            self._note_failures(holders, load, str(error))
+            return None
+        return await real(self, holders, load)
 
-    monkeypatch.setattr(pull, "_wait_until_safe", settled)
+    monkeypatch.setattr(Pull, "_await_load", awaited)
 
 
 def leave_the_salt_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +112,17 @@ def fill_the_wrong_end_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget_answers_that_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefix that is found after its question has ended stays pinned."""
-    monkeypatch.setattr(SharedPrefixes, "_unpin_unused", lambda *_: None)
+    real = SharedPrefixes._match_done
+
+    def match_done(self: SharedPrefixes, *given: Any) -> None:
+        _, _, reply, timer, _ = given
+        if reply.done():
+            timer.cancel()
+            del self._waiting_replies[reply]
+        else:
+            real(self, *given)
+
+    monkeypatch.setattr(SharedPrefixes, "_match_done", match_done)
 
 
 def stay_connected_to_who_was_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
