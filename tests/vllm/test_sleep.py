@@ -147,6 +147,7 @@ STOCK_READS = (asleep(ours("kv_producer", 0)), stock("kv_consumer", 1, 26200))
 STOCK_SLEEPS = (asleep(stock("kv_producer", 0, 26100)), ours("kv_consumer", 1))
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("setups", [STOCK_READS, STOCK_SLEEPS], ids=["stock reads", "stock sleeps"])
 def test_a_peer_of_the_other_connector_reads_again_after_a_sleep(site: Site, setups: tuple[Setup, Setup]) -> None:
     """The producer registers its cache again at each wake, and its reader connects to the new registration."""
