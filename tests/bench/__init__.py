@@ -13,6 +13,7 @@ fleet/    a thousand ranks of each kind, in virtual time
 peers/    kvflow against other libraries, where they are installed: `python3 dev.py peers`
 profiling where the time of small loads goes       surviving loads of several tickets whose producer dies
 verifying loads with checksums beside others       never_idle loads beside a loop that is never idle
+against   small loads with this kvflow and with another checkout's, in turns (small_loads is what they run)
 pairs     a producer and a reader in processes of their own, as most of these have them
 
 Beside them are the tests of these and of `kvflow.bench`.

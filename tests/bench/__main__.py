@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from tests.bench.against import Against
 from tests.bench.commands import add_scenario
 from tests.bench.fairness import Fairness
 from tests.bench.fleet.scenario import FleetBench
@@ -30,6 +31,7 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "flow": Flow,
     "fleet": FleetBench,
     "never-idle": NeverIdle,
+    "against": Against,
 }
 
 

@@ -141,6 +141,13 @@ def check_never_idle(report: Report) -> None:
     assert all(row["load_s"]["samples"] == 2 for row in report["cases"])
 
 
+def check_against(report: Report) -> None:
+    """This checkout against itself."""
+    rows = report["against"]
+    assert len(rows) == 3
+    assert all(row["ratio"]["samples"] == 2 and min(row["here_us"], row["there_us"]) > 0 for row in rows)
+
+
 SMALLEST: dict[str, tuple[str, Callable[[Report], None], tuple[str, ...]]] = {
     # Its options, what has to be in its report, and what it prints.
     "transfer": (
@@ -168,6 +175,11 @@ SMALLEST: dict[str, tuple[str, Callable[[Report], None], tuple[str, ...]]] = {
         "--turns-ms 0,1 --intervals-ms 5 --loads 2",
         check_never_idle,
         ("switch interval ms", "turns of the loop"),
+    ),
+    "against": (
+        f"--checkout {ROOT} --rounds 2 --loads 100 --burst 20",
+        check_against,
+        ("all at once", "here to there"),
     ),
     "fleet": ("--sizes 4,8 --peers 4 --hot 1 --layers 4", check_fleet, ("steady", "churn", "honest loads")),
 }

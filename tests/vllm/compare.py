@@ -5,9 +5,11 @@ keeps two cores busy when it is idle. Run it in the environment of `python3 dev.
 nothing else:
 
     .venv-vllm/bin/python tests/vllm/compare.py [--rounds 5] [--idle-s 10]
-        [--only speed|idle|stale|models|first|flow|stock|versions|prefix]
+        [--only speed|idle|stale|models|first|flow|stock|versions|prefix|leg]
 
 `stock` has stock producers, read by kvflow (mixed) and by stock (nixl). `versions` has kvflow in two versions of vLLM.
+`leg` shows where decode's time to the first token goes, beside a NixlConnector whose progress thread does not spin;
+all four servers are alive.
 `models` and `first` start each pair of servers by itself. `models` is no measurement, and takes an hour. `flow` is of
 prompts that are read while they are computed, `prefix` of prefixes pulled from a neighbour's cache, and neither is part
 of the rest:
@@ -23,6 +25,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvflow import Ticket
 from tests.support.ports import free_port
+from tests.vllm import stamps
 from tests.vllm.servers import (
     INSTALLED,
     KVFLOW,
@@ -59,6 +63,9 @@ from tests.vllm.test_models import LENGTHS as MODEL_LENGTHS
 LENGTHS = (100, 400, 1000, 1900)
 TOKENS = 16
 CONNECTORS = {"kvflow": tuple(KVFLOW.items()), "nixl": (("kv_connector", "NixlConnector"),)}
+FAIR = "fair nixl"  # does not spin
+FAIR_NIXL = (("kv_connector", "FairNixlConnector"), ("kv_connector_module_path", "tests.vllm.fair_nixl"))
+LEG_PROMPT = 1900
 MIXED = "mixed"  # kvflow reads from a stock producer
 LEASE_S = 5
 STALE_PROMPT, STALE_BLOCKS, OTHERS = 417, 24, 8
@@ -83,6 +90,7 @@ class Pair:
         port: int = 18600,
         options: tuple[str, ...] = (),
         version: str = "",
+        environment: tuple[tuple[str, str], ...] = (),
     ) -> Pair:
         """Servers with these connectors, the same on both sides if `reader` is not named; on ports from `port` on.
 
@@ -90,7 +98,15 @@ class Pair:
         """
         sides = enumerate((("producer", name), ("consumer", reader or name)))
         setups = (_setup(made, role, core, blocks, lease_s, port) for core, (role, made) in sides)
-        setups = (replace(setup, options=options, version=version or VERSION) for setup in setups)
+        setups = (
+            replace(
+                setup,
+                options=options,
+                version=version or VERSION,
+                environment=(*setup.environment, *environment),
+            )
+            for setup in setups
+        )
         return cls(version or reader or name, *map(Server.start, setups))
 
     def wait_up(self) -> None:
@@ -115,13 +131,13 @@ class Pair:
 
 
 def _setup(name: str, role: str, core: int, blocks: int | None, lease_s: int | None, port: int) -> Setup:
-    extra = {"kvflow": {"model": NAME}, MIXED: {"model": NAME, "stock_peers": True}, "nixl": {}}[name]
+    extra = {"kvflow": {"model": NAME}, MIXED: {"model": NAME, "stock_peers": True}, "nixl": {}, FAIR: {}}[name]
     if lease_s is not None:
         extra[{"kvflow": "lease_ttl_s", "nixl": "kv_lease_duration"}[name]] = lease_s
     return Setup(
         role=f"kv_{role}",
         core=core,
-        connector=CONNECTORS["kvflow" if name == MIXED else name],
+        connector={**CONNECTORS, MIXED: CONNECTORS["kvflow"], FAIR: FAIR_NIXL}[name],
         extra=tuple(extra.items()),
         blocks=blocks,
         environment=(("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port + 10 * core)),),
@@ -169,6 +185,45 @@ def stock(rounds: int) -> None:
 def versions(rounds: int) -> None:
     """kvflow on both sides, in the installed vLLM and in the newest."""
     in_turns([partial(Pair.start, "kvflow", version=version) for version in (INSTALLED, NEWER)], rounds)
+
+
+def leg(rounds: int) -> None:
+    """Where decode's time to the first token goes, call by call; the pairs take turns, request by request."""
+    pairs: list[tuple[Pair, Path]] = []
+    spans: dict[str, list[dict[str, float]]] = {}
+    try:
+        for port, name in ((18600, "kvflow"), (18640, FAIR)):
+            stamps_file = Path(tempfile.mkstemp(prefix="kvflow-stamps-")[1])
+            pair = Pair.start(name, port=port, environment=((stamps.VARIABLE, str(stamps_file)),))
+            pairs.append((pair, stamps_file))
+            pair.wait_up()
+        story = _story(pairs[0][0])
+        windows: dict[str, list[tuple[float, float]]] = {pair.name: [] for pair, _ in pairs}
+        for turn in range(-3, rounds):
+            prompt = story[7 + 11 * (turn + 3) :][:LEG_PROMPT]
+            for pair, _ in pairs if turn % 2 else pairs[::-1]:
+                params = prefill(pair.producer, prompt)
+                asked_s = time.perf_counter()
+                first_s, _ = _streamed(pair.consumer, prompt, 4, kv_transfer_params=params)
+                if turn >= 0:  # the first rounds shake hands
+                    windows[pair.name].append((asked_s, first_s))
+        for pair, stamps_file in pairs:
+            processes = {entry.pid for entry in pair.consumer.processes()}
+            found = [stamp for stamp in stamps.read(stamps_file) if stamp.process in processes]
+            spans[pair.name] = [stamps.leg_of(found, *window) for window in windows[pair.name]]
+    finally:
+        for pair, stamps_file in pairs:
+            pair.kill()
+            stamps_file.unlink()
+    print(f"\nDecode's leg of {LEG_PROMPT} tokens, vLLM {VERSION}; ms: median (smallest to largest) of {rounds}")
+    print(f"{'':44} " + " ".join(f"{name:>26}" for name in spans))
+    for row in spans[FAIR][0]:
+        cells = [
+            _spread([span[row] / (1e3 if row == "steps" else 1) for span in entries]) for entries in spans.values()
+        ]
+        print(f"{row:44} " + " ".join(f"{cell:>26}" for cell in cells))
+    ratios = [one["whole"] / other["whole"] for one, other in zip(*spans.values(), strict=True)]
+    print(f"kvflow to {FAIR}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
 
 
 def in_turns(starts: Sequence[Callable[..., Pair]], rounds: int) -> None:
@@ -476,7 +531,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--idle-s", type=float, default=10.0)
-    alone = {"first": first, "flow": flow, "stock": stock, "versions": versions, "prefix": prefix}
+    alone = {"first": first, "flow": flow, "stock": stock, "versions": versions, "prefix": prefix, "leg": leg}
     parser.add_argument("--only", choices=["speed", "idle", "stale", "models", *alone])
     options = parser.parse_args()
     if options.only == "models":

@@ -306,6 +306,6 @@ def _shim(version: str) -> Path:
     (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: kvflow-of-this-checkout\nVersion: 0\n")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     lines = [f"{name} = {value}" for name, value in project["entry-points"]["vllm.general_plugins"].items()]
-    lines += [f"kvflow_tests_{name} = tests.vllm.{name}:apply" for name in ("split", "sleeping")]
+    lines += [f"kvflow_tests_{name} = tests.vllm.{name}:apply" for name in ("split", "sleeping", "stamps")]
     (plugin / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *lines, ""]))
     return folder
