@@ -395,15 +395,18 @@ def test_the_seam_to_the_parts_has_types() -> None:
 
 
 PARTS_CHOSEN_IN = {
-    "kvflow/runtime/incarnation.py": {"verify"},
+    "kvflow/config.py": {"staging"},  # the setting
+    "kvflow/runtime/incarnation.py": {"staging", "verify"},
     "kvflow/runtime/load/leases.py": {"growing"},
     "kvflow/runtime/load/loader.py": {"failover", "growing", "verify"},
-    "kvflow/runtime/load/steps.py": {"growing", "verify"},
-    "kvflow/runtime/optional.py": {"failover", "growing", "verify"},
+    "kvflow/runtime/load/steps.py": {"growing", "staging", "verify"},
+    "kvflow/runtime/memory.py": {"staging"},  # the host blocks that peers read in place of the cache
+    "kvflow/runtime/optional.py": {"failover", "growing", "staging", "verify"},
     "kvflow/runtime/runtime.py": {"growing"},
+    "kvflow/transport/base.py": {"staging"},  # whether a transport reaches a device
 }
 """Where the core enters a part (docs/architecture.md#parts). Everywhere else its code does not name one."""
-NAMED_PARTS = {"failover", "growing", "stock", "verify"}
+NAMED_PARTS = {"failover", "growing", "staging", "stock", "verify"}
 PUBLIC_OF_PARTS = {"verify", "verify_share", "VERIFY"}
 """Settings and phases of users, which stay when the part is deleted."""
 

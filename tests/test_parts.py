@@ -246,6 +246,32 @@ def test_a_part_has_a_name(name: Any) -> None:
         Runtime(Config(engine_id="any"), parts=[Part()])
 
 
+class Bringing(Part):
+    """A part that brings kvflow's own handshakes or resolver, as one for other peers would bring its own."""
+
+    def __init__(self, name: str, brings: str) -> None:
+        self.name, self._brings = name, brings
+
+    def handshakes(self, context: Any, transport: Any, own: Any) -> Any:
+        return own if self._brings == "handshakes" else None
+
+    def resolver(self, context: Any, peers: Any, own: Any) -> Any:
+        return own if self._brings == "resolver" else None
+
+
+@pytest.mark.parametrize("brings", ["handshakes", "resolver"])
+async def test_two_parts_that_bring_the_same_are_refused(brings: str) -> None:
+    """The one that came last used to win in silence, so that the other's peers were unknown."""
+    config = replace(PATIENT, transport="inproc", listen="tcp://127.0.0.1:0")
+    kv_caches, layout = small_cache()
+    other = "resolver" if brings == "handshakes" else "handshakes"
+    async with Runtime(config, parts=[Bringing("one", brings), Bringing("both", other)]) as runtime:
+        await runtime.register_kv_caches(kv_caches, layout)
+    async with Runtime(config, parts=[Bringing("one", brings), Bringing("two", brings)]) as runtime:
+        with pytest.raises(ConfigError, match=f"parts: 'one' and 'two' both bring {brings}: expected at most one"):
+            await runtime.register_kv_caches(kv_caches, layout)
+
+
 @pytest.mark.parametrize("staging", ["always", "never"])
 async def test_a_load_from_a_staged_producer_needs_growing(monkeypatch: pytest.MonkeyPatch, staging: Any) -> None:
     async with inproc_pair(config=Config(engine_id="any", staging=staging, drain_timeout_s=0.1)) as pair:

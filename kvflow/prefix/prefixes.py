@@ -22,7 +22,7 @@ from kvflow.prefix.prefix_requests import (
     checked_prefix_request,
 )
 from kvflow.prefix.pull import Pull
-from kvflow.prefix.seek import PrefixQuestions
+from kvflow.prefix.seek import PrefixSeeker
 from kvflow.prefix.seek_request import REQUEST_ID_PREFIX, SeekRequest
 from kvflow.prefix.sharing import SharedPrefixes
 from kvflow.runtime.channel.protocol import Answered
@@ -43,7 +43,7 @@ class Prefixes(Part):
         self.answers = {SeekRequest: self._answer}
         self._owner = PartOwner(self)
         self._rates = LoadRates()
-        self._questions: PrefixQuestions | None = None
+        self._questions: PrefixSeeker | None = None
         self._counts: dict[str, int] = {}
         self._pulls: set[Pull] = set()
         self._shared: SharedPrefixes | None = None
@@ -192,7 +192,7 @@ class Prefixes(Part):
     async def registered(self, runtime: PartRuntime, host: PartHost) -> None:
         """Only for the runtime: prepare for a newly registered KV cache, as `Part.registered` says."""
         self._owner.begin(runtime)
-        self._questions, self._shared = PrefixQuestions(host, self._rates), None
+        self._questions, self._shared = PrefixSeeker(host, self._rates), None
         self._pulls = set()
         self._counts = dict.fromkeys(("pulls", "hits", "tokens", "bytes", "failed_sources", "declined"), 0)
 
@@ -224,7 +224,7 @@ class Prefixes(Part):
         self._questions = self._shared = None  # the engine's prefix cache may refer to tensors
         return ""
 
-    def _require(self, what: str) -> tuple[PartHost, PrefixQuestions]:
+    def _require(self, what: str) -> tuple[PartHost, PrefixSeeker]:
         host = self._owner.require(what)
         assert self._questions is not None, "it is registered with the cache"
         return host, self._questions

@@ -19,7 +19,7 @@ from kvflow.errors import KVFlowError, LoadError, PeerError
 from kvflow.prefix.load_rates import LoadRates
 from kvflow.prefix.prefix_requests import PrefixReport, PrefixRequest, check_blocks
 from kvflow.prefix.search import Holder, Search
-from kvflow.prefix.seek import PrefixQuestions
+from kvflow.prefix.seek import PrefixSeeker
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.requests import TICKETS_MAX, LoadReport, LoadRequest
 from kvflow.runtime.part import PartHost
@@ -55,7 +55,7 @@ class Pull:
         """Holders that the successful load could read from. The load itself releases the leases that it did not use."""
         self.ended = asyncio.Event()
 
-    async def run(self, questions: PrefixQuestions) -> PrefixReport:
+    async def run(self, questions: PrefixSeeker) -> PrefixReport:
         """Ask the peers, load the prefix, and return the report. Errors and cancellation are as for `Prefixes.pull`."""
         self._counts["pulls"] += 1
         self._search = await questions.ask(self._request, self._answer_within_s)

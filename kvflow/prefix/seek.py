@@ -1,6 +1,6 @@
 """Asks several engines how much of a prefix each has in its cache.
 
-One task asks each engine. The task continues after `PrefixQuestions.ask` has returned, so that a late offer is
+One task asks each engine. The task continues after `PrefixSeeker.ask` has returned, so that a late offer is
 released.
 """
 
@@ -53,7 +53,7 @@ _RankOffer: TypeAlias = tuple[Address, messages.Offer, RankLease]
 """Address of a rank, its offer of a prefix, and the offered lease."""
 
 
-class PrefixQuestions:
+class PrefixSeeker:
     """Asks other engines for prefixes that can be read into one registered KV cache."""
 
     def __init__(self, host: PartHost, rates: LoadRates) -> None:

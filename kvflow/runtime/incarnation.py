@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -65,6 +65,7 @@ logger = logger_of(__name__)
 _NAME_CHARS_SHOWN = 80
 _RELEASE_SLACK_S = 1.0  # a part that takes all of its time has still to say so
 _NAMED_MAX = 5
+_BroughtT = TypeVar("_BroughtT")
 _USES = {
     "both": MemoryUse.SERVED | MemoryUse.READ_INTO,
     "producer": MemoryUse.SERVED,
@@ -136,14 +137,12 @@ class Incarnation:
         parts, optional = runtime.parts, OptionalParts()
         notifier, agents = LeaseIdNotifier(transport, local.reader), Agents(transport, registration.spawn)
         own_handshakes = Handshakes(context, side_channel, agents, notifier)
-        handshakes: HandshakeClient = own_handshakes
-        for part in parts:
-            handshakes = part.handshakes(context, transport, own_handshakes) or handshakes
+        brought = ((part.name, part.handshakes(context, transport, own_handshakes)) for part in parts)
+        handshakes: HandshakeClient = _only_one("handshakes", brought) or own_handshakes
         self.peers = peers = Peers(context, agents, handshakes)
         kvflow_resolver = TicketResolver(context, peers)
-        resolver: Resolver = kvflow_resolver
-        for part in parts:
-            resolver = part.resolver(context, peers, kvflow_resolver) or resolver
+        resolvers = ((part.name, part.resolver(context, peers, kvflow_resolver)) for part in parts)
+        resolver: Resolver = _only_one("resolver", resolvers) or kvflow_resolver
         leases = RemoteLeases(context, peers, resolver, kvflow_resolver, notifier, optional)
         throttle = LoadThrottle(resources.poller)
         steps = LoadSteps(context, peers, resolver, leases, memory, resources, throttle, optional)
@@ -479,6 +478,18 @@ def _cache_share(config: Config, groups: Sequence[CacheGroup], layer_set: LayerS
         heads = layer_set.layout.segment.model_units
     sharded = groups[layer_set.group].kind is GroupKind.SHARDED
     return cache_share_of(layer_set.layout, config, model_kv_heads=heads, group=layer_set.group, sharded=sharded)
+
+
+def _only_one(method: str, returned: Iterable[tuple[str, _BroughtT | None]]) -> _BroughtT | None:
+    """Return the one object that a part has returned; None if none has. ConfigError if two parts have.
+
+    `returned`: the name of each part, and what its method `method` has returned.
+    """
+    brought = [(name, value) for name, value in returned if value is not None]
+    if len(brought) > 1:
+        names = " and ".join(repr(name) for name, _ in brought)
+        raise ConfigError(f"parts: {names} both bring {method}: expected at most one")
+    return brought[0][1] if brought else None
 
 
 def _first_few(requests: Sequence[str]) -> str:

@@ -92,7 +92,8 @@ class Part:
 
     A part belongs to one runtime at a time. The runtime calls the methods below on its loop: while a cache is being
     registered, `handshakes`, `resolver`, `reader_service` and then `registered`, and the others only after `registered`
-    has returned. The core calls no other method. Which parts need which is on docs/architecture.md.
+    has returned. The core calls no other method. Which parts need which is on docs/architecture.md. At most one part of
+    a runtime may return handshakes, and one a resolver; else the registration raises ConfigError.
     Override only the methods that the part needs. If `end`, `drained` or `release` fails, or `release` takes too long,
     all other parts are still ended and released, and then RuntimeBroken is raised.
     """

@@ -16,7 +16,7 @@ from kvflow.prefix import keys, pull
 from kvflow.prefix.prefix_requests import PrefixReport
 from kvflow.prefix.pull import Pull
 from kvflow.prefix.search import Holder
-from kvflow.prefix.seek import PrefixQuestions
+from kvflow.prefix.seek import PrefixSeeker
 from kvflow.prefix.sharing import SharedPrefixes
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.requests import LoadReport
@@ -131,7 +131,7 @@ def stay_connected_to_who_was_there_before(monkeypatch: pytest.MonkeyPatch) -> N
     async def connected_again(_: object, engine: object, __: object) -> object:
         return engine
 
-    monkeypatch.setattr(PrefixQuestions, "_reconnect", connected_again)
+    monkeypatch.setattr(PrefixSeeker, "_reconnect", connected_again)
 
 
 PREFIX_MUTATIONS = {
