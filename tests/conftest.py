@@ -22,8 +22,6 @@ __all__ = ["written"]
 
 HERE = Path(__file__).parent
 collect_ignore = ["ray", "sglang", "vllm"]  # each has an environment and a pytest.ini of its own
-COMPUTING = ("core", "simulator", "testing")
-"""Tests that only compute. Their time limit is longer."""
 
 PROCESSES = ("accelerator", "nixl", "bench", "gpu", "examples", "doctor", "cli")
 """Tests that start processes. Tests of one file run one after the other, and share their processes."""
@@ -73,9 +71,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        folder = item.path.relative_to(HERE).parts[0]
-        if folder in COMPUTING:
-            item.add_marker(pytest.mark.timeout(600))
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker(pytest.mark.budget)
     items.sort(key=lambda item: item.path.relative_to(HERE).parts[0] not in PROCESSES)  # the long groups begin first

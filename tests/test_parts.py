@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from recording_devices import HND, NHD, RecordingEngines, handed_over
-from tests_support import PATIENT, limited, small_cache
+from tests_support import PATIENT, WAIT_S, limited, small_cache
 
 from kvflow import Config, LeaseOutcome, LoadRequest, Part, Runtime, RuntimeState, ServeRequest, Ticket, parts
 from kvflow.errors import ConfigError, PeerRefused, RequestError, RuntimeBroken
@@ -210,7 +210,8 @@ class Failing(Part):
 async def test_a_part_that_fails_does_not_keep_the_others_from_their_end(
     method: str, verb: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    limits = limited(PATIENT, transport_close_timeout_s=0.05).limits
+    # Only a release that hangs waits for the bound; the other part has it, too, for its own release on a slow host.
+    limits = limited(PATIENT, transport_close_timeout_s=1.0 if method == "release hangs" else WAIT_S).limits
     config = replace(PATIENT, transport="inproc", listen="tcp://127.0.0.1:0", limits=limits)
     config = replace(config, drain_timeout_s=0.05, cancel_grace_s=0.05)
     name, _, hangs = method.partition(" ")

@@ -40,7 +40,7 @@ main()
 
 def pip(*words: str | Path) -> None:
     command = [str(word) for word in DEV["pip"](Path(sys.executable), *PIP, *words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -57,7 +57,7 @@ def hand_over(folder: Path, tmp_path: Path) -> dict[str, Version]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (folder, ROOT)))}
     command = [sys.executable, "-c", HAND_OVER, "selftest", " ".join(DEPENDENCIES)]
     done = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return {name: Version(version) for name, version in json.loads(done.stdout.splitlines()[0]).items()}

@@ -108,7 +108,7 @@ def test_a_stopped_child_dies_with_its_parent(tmp_path: Path) -> None:
     script.write_text(PARENT_THAT_DIES, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=60, env=environment
+        [sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=240, env=environment
     )
     assert wait_for_state(int(done.stdout), "Z") in ("", "Z")
 

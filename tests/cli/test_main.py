@@ -38,7 +38,7 @@ def test_a_checkout_that_is_not_installed_is_told_what_to_install(monkeypatch: p
 
 
 def output_of(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
     return done.stdout
 
 

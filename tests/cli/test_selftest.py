@@ -13,7 +13,7 @@ from kvflow.cli.selftest import BLOCKS_MAX
 
 def run_selftest(*options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvflow.cli.main", "selftest", *options]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
 
 
 @pytest.mark.nixl

@@ -59,7 +59,7 @@ def run(code: str, **environment: str) -> Any:
         env=os.environ | {"NIXL_LOG_LEVEL": "WARN", "UCX_LOG_LEVEL": "fatal"} | environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -42,7 +42,7 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
         env=os.environ | {"NIXL_LOG_LEVEL": "WARN", "UCX_LOG_LEVEL": "error"} | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
 

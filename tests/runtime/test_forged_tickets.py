@@ -431,7 +431,14 @@ async def test_who_gets_no_turn_in_time_is_told_so_and_the_peer_is_not_blamed() 
 @each_verb
 async def test_one_connection_for_a_forged_ticket(verb: Verb) -> None:
     """A listening socket that never answers counts its connections."""
-    config = replace(CONFIG, handshake_timeout_s=0.3, load_deadline_s=0.3)
+    for within_s in (0.3, 3.0, 30.0):  # a slow host makes none in so short a time
+        if (connections := await _connections_of(verb, within_s)) != 0:
+            break
+    assert connections == 1
+
+
+async def _connections_of(verb: Verb, within_s: float) -> int:
+    config = replace(CONFIG, handshake_timeout_s=within_s, load_deadline_s=within_s)
     connections: list[socket.socket] = []
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as hole:
         hole.setblocking(False)
@@ -445,4 +452,4 @@ async def test_one_connection_for_a_forged_ticket(verb: Verb) -> None:
                     connections.append(hole.accept()[0])
             for connection in connections:
                 connection.close()
-            assert len(connections) == 1
+    return len(connections)

@@ -302,7 +302,7 @@ WAYS = ["reading", "in_run", "kept_after_run", "asking", "loop_closed", "loop_le
 )
 def test_a_program_that_forgets_to_close_leaves_nothing_and_ends_by_itself(way: str, transport: str) -> None:
     command = [sys.executable, "-W", "default::ResourceWarning", str(FORGETFUL), way, transport]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=90, env=ENVIRONMENT, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, env=ENVIRONMENT, check=False)
     assert ended.returncode == 0, ended.stderr
     if way == "loop_left":  # it could still be run: what is open goes with the process
         assert "was abandoned" in ended.stderr

@@ -133,7 +133,7 @@ def run_script(block: Block, folder: Path) -> str:
     script.write_text(block.text)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, f"{block.where}: {done.stderr}"
     return done.stdout
 
@@ -144,7 +144,7 @@ def run_project(files: dict[str, str], folder: Path) -> None:
         (folder / name).write_text(text)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -24,7 +24,7 @@ from kvflow.testing import run_virtual
 Parameters = ParamSpec("Parameters")
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 """Maximum time for which a test waits. It is long for slow hosts; only a failing test waits for all of it."""
 
 PATIENT = Config(

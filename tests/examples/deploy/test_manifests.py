@@ -42,7 +42,7 @@ def docker_error() -> str:
     """Return why no image can be built here; empty if one can."""
     if not shutil.which("docker"):
         return "not installed"
-    done = subprocess.run(["docker", "info"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["docker", "info"], capture_output=True, text=True, timeout=240, check=False)
     return done.stderr.strip() if done.returncode else ""
 
 
