@@ -70,6 +70,8 @@ class KVFlowManager(CommonKVManager):
     """kvflow's KV manager. SGLang creates one in each scheduler process of a server, that is, for each rank."""
 
     supports_deferred_decode_kv_release = True
+    supports_role_switch = True
+    """`/pd_role_switch`: SGLang tears this manager down once the server is idle, and makes one for the other role."""
 
     def __init__(self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool | None = False) -> None:
         preload("growing", "staging")  # import on SGLang's thread, not on an event loop

@@ -207,7 +207,7 @@ class Router:
         self.pool.shutdown(wait=False, cancel_futures=True)
 
 
-def prompt_of(length: int, seed: int = 0) -> list[int]:
+def prompt_of(length: int, seed: int | str = 0) -> list[int]:
     """Return random token ids of the model's vocabulary, without its special tokens."""
     chosen = random.Random(f"{length}-{seed}")
     return [chosen.randrange(5, 500) for _ in range(length)]

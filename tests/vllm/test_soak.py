@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import httpx
 import pytest
 
+from kvflow import Ticket
+from tests.vllm.conftest import DECODE, PREFILL
 from tests.vllm.servers import NAME, Server, flow, hand_over, introduction_of, prefill
 from tests.vllm.test_failures import until_free
 
-ANSWERS, CLIENTS, TOKENS, SALTS = 300, 4, 8, 24
+ANSWERS, CLIENTS, TOKENS, SALTS, FLIP_EVERY = 300, 4, 8, 24, 25
 ALONE = {"cache_salt": "alone"}
 WAYS = {"one leg after the other": 6, "both legs at once": 2, "a client that hangs up, and asks again": 1, "turns": 1}
 """How many of ten conversations go each way."""
@@ -41,52 +45,102 @@ def conversations(story: list[int], seed: int) -> list[Conversation]:
     return drawn
 
 
-class Router:
-    """Both engines, asked in the way of a conversation."""
+@dataclass(frozen=True)
+class Legs:
+    """Who computes a prompt, who answers, and the introduction of the first."""
 
-    def __init__(self, producer: Server, consumer: Server, story: list[int]) -> None:
-        self._producer, self._consumer = producer, consumer
-        self._introduction = introduction_of(producer, story)
+    producer: Server
+    consumer: Server
+    introduction: Ticket
+
+    @classmethod
+    def of(cls, producer: Server, consumer: Server, story: list[int]) -> Legs:
+        return cls(producer, consumer, introduction_of(producer, story))
+
+    def hand_over(self, prompt: list[int], salt: str) -> str:
+        params = prefill(self.producer, prompt, cache_salt=salt)
+        return self.consumer.text(prompt, TOKENS, kv_transfer_params=params, cache_salt=salt)
+
+    def hang_up(self, prompt: list[int], salt: str) -> None:
+        params = prefill(self.producer, prompt, cache_salt=salt)
+        body = {"model": NAME, "prompt": prompt, "max_tokens": 200, "stream": True, "kv_transfer_params": params}
+        with httpx.stream("POST", f"{self.consumer.url}/v1/completions", json={**body, "cache_salt": salt}) as lines:
+            assert lines.status_code == 200
+
+
+class Router:
+    """Two engines, asked in the way of a conversation. After `flip_every` requests the next legs are used."""
+
+    def __init__(self, *legs: Legs, flip_every: int | None = None) -> None:
+        self._legs = legs
+        self._flip_every = flip_every
+        self._begun = itertools.count()
+        self.flips = 0
+
+    def _next(self) -> Legs:
+        """The legs of the next request; those of earlier requests, which may be under way, stay what they are."""
+        if self._flip_every is None:
+            return self._legs[0]
+        self.flips = next(self._begun) // self._flip_every
+        return self._legs[self.flips % len(self._legs)]
 
     def answer(self, conversation: Conversation) -> str:
         prompt, salt = list(conversation.prompt), conversation.salt
+        legs = self._next()
         match conversation.way:
             case "both legs at once":
-                return flow(self._producer, self._consumer, self._introduction, prompt, TOKENS, cache_salt=salt)
+                return flow(legs.producer, legs.consumer, legs.introduction, prompt, TOKENS, cache_salt=salt)
             case "a client that hangs up, and asks again":
-                self._hang_up(prompt, salt)
+                legs.hang_up(prompt, salt)
             case "turns":
-                first = self._hand_over(prompt, salt)
-                prompt += self._consumer.tokens(first)
-        return self._hand_over(prompt, salt)
+                prompt += legs.consumer.tokens(legs.hand_over(prompt, salt))
+        return self._next().hand_over(prompt, salt)
 
-    def expected(self, nth: int, conversation: Conversation) -> str:
-        """The answer of one engine, of the two by turns, that computes all of the prompt itself."""
-        engine, prompt = (self._producer, self._consumer)[nth % 2], list(conversation.prompt)
-        if conversation.way == "turns":
-            prompt += engine.tokens(engine.text(prompt, TOKENS, **ALONE))
-        return engine.text(prompt, TOKENS, **ALONE)
 
-    def _hand_over(self, prompt: list[int], salt: str) -> str:
-        params = prefill(self._producer, prompt, cache_salt=salt)
-        return self._consumer.text(prompt, TOKENS, kv_transfer_params=params, cache_salt=salt)
+def expected_of(engine: Server, conversation: Conversation) -> str:
+    """The answer of one engine that computes all of the prompt itself."""
+    prompt = list(conversation.prompt)
+    if conversation.way == "turns":
+        prompt += engine.tokens(engine.text(prompt, TOKENS, **ALONE))
+    return engine.text(prompt, TOKENS, **ALONE)
 
-    def _hang_up(self, prompt: list[int], salt: str) -> None:
-        params = prefill(self._producer, prompt, cache_salt=salt)
-        body = {"model": NAME, "prompt": prompt, "max_tokens": 200, "stream": True, "kv_transfer_params": params}
-        with httpx.stream("POST", f"{self._consumer.url}/v1/completions", json={**body, "cache_salt": salt}) as lines:
-            assert lines.status_code == 200
+
+def assert_equal_answers(router: Router, engines: Sequence[Server], asked: Sequence[Conversation]) -> None:
+    """Ask with several clients. Every answer has to be that of one engine alone; afterwards nothing is leased."""
+    by_turns = itertools.cycle(engines)
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        expected = list(clients.map(expected_of, by_turns, asked))
+        answers = list(clients.map(router.answer, asked))
+    different = [(nth, one.way, len(one.prompt)) for nth, one in enumerate(asked) if answers[nth] != expected[nth]]
+    assert not different, f"{len(different)} of {len(asked)} answers differ: {different}"
+    for server in engines:
+        until_free(server)
 
 
 @pytest.mark.timeout(3600)
 def test_300_answers_are_those_of_one_engine(pair: tuple[Server, Server], story: list[int]) -> None:
     producer, consumer = pair
     hand_over(producer, consumer, story[:10])
-    router, asked = Router(producer, consumer, story), conversations(story, seed=58)
-    with ThreadPoolExecutor(CLIENTS) as clients:
-        expected = list(clients.map(router.expected, range(ANSWERS), asked))
-        answers = list(clients.map(router.answer, asked))
-    different = [(nth, one.way, len(one.prompt)) for nth, one in enumerate(asked) if answers[nth] != expected[nth]]
-    assert not different, f"{len(different)} of {ANSWERS} answers differ: {different}"
-    for server in pair:
-        until_free(server)
+    router = Router(Legs.of(producer, consumer, story))
+    assert_equal_answers(router, pair, conversations(story, seed=58))
+
+
+@pytest.mark.timeout(3600)
+def test_roles_change_under_300_answers(story: list[int]) -> None:
+    """Two servers of role kv_both; the router has prefill and decode change places again and again."""
+    setups = [replace(setup, role="kv_both") for setup in (PREFILL, DECODE)]
+    servers = [Server.start(setup) for setup in setups]
+    try:
+        for server in servers:
+            server.wait_up()
+        first, second = servers
+        legs = Legs.of(first, second, story), Legs.of(second, first, story)
+        router = Router(*legs, flip_every=FLIP_EVERY)
+        assert_equal_answers(router, servers, conversations(story, seed=61))
+        assert router.flips >= ANSWERS // FLIP_EVERY
+        for server in servers:
+            assert server.metric("vllm:kvflow_loads_total") > 0, "it decoded"
+            assert server.metric("vllm:kvflow_leases_total") > 0, "it prefilled"
+    finally:
+        for server in servers:
+            server.stop()
