@@ -103,6 +103,9 @@ class Config:
 
     transport: TransportName = "nixl"
     """Transport of the bytes: "nixl", or "inproc" between runtimes of one process, for tests."""
+    cuda_ipc: bool = False
+    """True to map the CUDA caches of peers on this machine, and copy all pieces of a read from there as one batch, past
+    NIXL. Both engines need it; where memory cannot be mapped, NIXL reads it. Not yet run on a device."""
     nixl_backend: BackendNames = "UCX"
     """Name of the NIXL backend for transfers between engines. Several names are separated by commas, such as
     "UCX,LIBFABRIC": NIXL takes the first backend that can reach the memory of both sides."""

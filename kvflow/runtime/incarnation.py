@@ -153,7 +153,7 @@ class Incarnation:
         services = [part.reader_service(context, serving, metadata) for part in parts]
         self.reader_services = [service for service in services if service is not None]
         """The services that answer readers that do not run kvflow."""
-        self.goodbyes = Goodbyes(context, side_channel)
+        self.goodbyes = Goodbyes(context, side_channel, awaits_removal=bool(metadata.device_memory))
         self.host = PartHost(
             context=context,
             peers=peers,
@@ -217,9 +217,13 @@ class Incarnation:
         except (codec.WireError, InvalidInput) as error:
             return refusal(str(error))
 
-    def _on_goodbye(self, goodbye: messages.Goodbye) -> messages.Ack:
-        self.peers.on_goodbye(goodbye)
-        return messages.Ack(incarnation=self._context.incarnation)
+    def _on_goodbye(self, goodbye: messages.Goodbye) -> Answered:
+        noted, removal = messages.Ack(incarnation=self._context.incarnation), self.peers.on_goodbye(goodbye)
+        if removal is None or not goodbye.awaits_removal:
+            return noted
+        answer: asyncio.Future[messages.Reply] = asyncio.get_running_loop().create_future()
+        removal.add_done_callback(lambda _: None if answer.done() else answer.set_result(noted))
+        return answer
 
     def on_notification(self, payload: bytes) -> None:
         """Apply a notification of a reader, whether it runs kvflow or not."""
@@ -456,7 +460,7 @@ async def _register(runtime: RuntimeFacts, registration: OpenRegistration, memor
         regions=regions,
         groups=tuple(facts_of_engine(group, config.tp_size) for group in groups),
     )
-    agent_metadata = await transport.metadata()
+    agent_metadata, device_memory = await transport.metadata(), await transport.device_memory()
     metadata = messages.Metadata(
         engine_id=config.engine_id,
         incarnation=registration.incarnation,
@@ -467,6 +471,8 @@ async def _register(runtime: RuntimeFacts, registration: OpenRegistration, memor
         groups=local.groups,
         seals=messages.SealLocation(address=seals.address(0), count=seals.count, hold_s=config.limits.seal_hold_s),
         staged=bool(memory.staging),
+        device_memory=device_memory,
+        device_memory_crc32=zlib.crc32(device_memory),
     )
     return Incarnation(runtime, registration, config, memory, resources, local, metadata)
 

@@ -119,7 +119,7 @@ class StockHandshakes:
         connection.reporters = self._reporter_count(metadata, answer)
         known = await self._own.agents.find_open(agent)
         if known is None:
-            await self._own.agents.add(at, connection, metadata.agent_metadata)
+            await self._own.agents.add(at, connection, metadata)
             return connection
         if not isinstance(known, StockConnection) or known.stock_metadata != metadata:
             raise at.failure(ProtocolError, f"agent {agent!r} belongs to another rank, {known!r}")

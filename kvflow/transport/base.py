@@ -123,6 +123,8 @@ class TransportStatistics:
     notifications_failed: int
     listeners_lost: int = 0
     """Number of tcp listeners that the library has closed on its own, so that no new peer can connect to them."""
+    mapped_peers: int = 0
+    """Number of peers with device memory that is mapped into this process; 0 after `aclose`."""
     unreachable: bool = False
     """True if no new peer can connect: the library has closed all tcp listeners of the agent that peers read from."""
 
@@ -157,8 +159,17 @@ class Transport(Protocol):
     async def metadata(self) -> bytes:
         """Return the bytes that describe this agent and its registered memory, for the `add_peer` of readers."""
 
-    async def add_peer(self, metadata: bytes) -> AgentName:
-        """Add the peer that `metadata` describes and return its agent name. Raises TransportError for bad metadata."""
+    async def device_memory(self) -> bytes:
+        """Return the bytes by which readers on this machine can map registered device memory, for their `add_peer`.
+
+        b"" if they cannot, or need not.
+        """
+
+    async def add_peer(self, metadata: bytes, device_memory: bytes = b"") -> AgentName:
+        """Add the peer that `metadata` describes and return its agent name. Raises TransportError for bad metadata.
+
+        `device_memory`: what the peer's `device_memory` returned. If it cannot be used, the peer is added without.
+        """
 
     async def remove_peer(self, name: AgentName) -> None:
         """Remove a peer. The call is illegal while a read from the peer is under way."""
@@ -167,7 +178,7 @@ class Transport(Protocol):
         """Start to read from `peer` what `descriptors` describe, and return immediately.
 
         A `ReadEnded` event follows, even if the read cannot start. Reads, and the copies within a read, may be
-        performed in any order.
+        performed in any order; but a read of host memory comes after earlier reads of mapped device memory.
         """
 
     def notify(self, peer: AgentName, payload: bytes, join: Join | None = None) -> None:

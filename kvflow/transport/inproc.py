@@ -205,11 +205,20 @@ class InprocTransport:
         self._require_open()
         return json.dumps({"name": self.name}).encode()
 
-    async def add_peer(self, metadata: bytes) -> AgentName:
+    async def device_memory(self) -> bytes:
+        """Return no bytes: in one process nothing is mapped.
+
+        Returns:
+            b"".
+        """
+        return b""
+
+    async def add_peer(self, metadata: bytes, device_memory: bytes = b"") -> AgentName:
         """Add the peer that `metadata` describes, so that this agent can read from it and notify it.
 
         Args:
             metadata: The result of the peer's own `metadata`.
+            device_memory: Ignored.
 
         Returns:
             The peer's agent name, for reads and notifications.

@@ -9,6 +9,10 @@
 //   after the other, and none while the devices are held.
 // - Only events order streams; the default stream is one like the others. A failure of a queued operation is raised by
 //   the next wait for its stream, or for an event that was recorded there.
+// - Processes can map each other's memory, by handles. All addresses lie where they lie in every process, so what is
+//   mapped is never at the address that its owner knows. A batch of copies begins when an event behind it is asked for
+//   and not before, and copies its last piece first. A piece that is not within one allocation or one mapping, when the
+//   batch runs, is a failure, and counted.
 //
 // Kernels are torch's own for the CPU. Operators that return new tensors wait for their stream, because the shapes of
 // results are not known before. In-place operators and those with `out` do not wait.
@@ -26,6 +30,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <torch/library.h>
 #include <unistd.h>
@@ -37,6 +42,7 @@
 #include <map>
 #include <mutex>
 #include <thread>
+#include <tuple>
 
 namespace {
 
@@ -45,53 +51,82 @@ using c10::Device, c10::DeviceIndex, c10::IValue;
 constexpr auto kStandIn = c10::DeviceType::PrivateUse1;
 constexpr DeviceIndex kDevices = 2;
 constexpr size_t kArenaBytes = size_t{4} << 30;  // of addresses; pages get memory when they are written to
+constexpr size_t kMappedBytes = size_t{64} << 30;  // of addresses for memory of other processes
+char* const kSeen = reinterpret_cast<char*>(uintptr_t{1} << 45);  // the first address that tensors carry
+constexpr size_t kDistance = size_t{1} << 40;  // from an address that tensors carry to where its bytes are
+
+/// Where the bytes of a device's address are.
+char* real(const void* seen) { return const_cast<char*>(static_cast<const char*>(seen)) + kDistance; }
+
+/// Map memory, or only reserve addresses for it, at this address and nowhere else.
+char* map_at(char* address, size_t bytes, int protection, int file, off_t offset) {
+  const int flags = MAP_FIXED_NOREPLACE | MAP_SHARED;
+  void* found = mmap(address, bytes, protection, flags, file, offset);
+  TORCH_CHECK(found == address, "standin: addresses are taken");
+  return address;
+}
 
 // --- memory
 
-/// The memory of one device: addresses that tensors carry, and the distance to where the bytes can be reached.
+/// What another process needs to map an allocation: the file of its owner's memory, and where it is in the file.
+struct Handle {
+  int64_t process, file, offset, bytes;
+};
+
+/// The memory of one device: addresses that tensors carry, and the bytes at a distance.
 class Arena {
  public:
-  Arena() {
-    const int file = memfd_create("standin", 0);
-    TORCH_CHECK(file >= 0 && ftruncate(file, kArenaBytes) == 0, "standin: no memory file");
-    seen_ = static_cast<char*>(mmap(nullptr, kArenaBytes, PROT_NONE, MAP_SHARED, file, 0));
-    real_ = static_cast<char*>(mmap(nullptr, kArenaBytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0));
-    TORCH_CHECK(seen_ != MAP_FAILED && real_ != MAP_FAILED, "standin: no address space");
-    ::close(file);
+  explicit Arena(size_t index) : seen_(kSeen + index * kArenaBytes), file_(memfd_create("standin", 0)) {
+    TORCH_CHECK(file_ >= 0 && ftruncate(file_, kArenaBytes) == 0, "standin: no memory file");
+    map_at(seen_, kArenaBytes, PROT_NONE, file_, 0);
+    map_at(real(seen_), kArenaBytes, PROT_READ | PROT_WRITE, file_, 0);
   }
 
   bool has(const void* address) const { return address >= seen_ && address < seen_ + kArenaBytes; }
-  char* real(const void* address) const { return real_ + (static_cast<const char*>(address) - seen_); }
 
   char* take(size_t bytes) {
     std::lock_guard lock(mutex_);
     if (auto found = free_.find(bytes); found != free_.end()) {
       char* address = found->second;
       free_.erase(found);
+      used_[address] = bytes;
       return address;
     }
     TORCH_CHECK_WITH(OutOfMemoryError, top_ + bytes <= kArenaBytes, "standin: out of memory (", bytes, " bytes)");
     top_ += bytes;
+    used_[seen_ + top_ - bytes] = bytes;
     return seen_ + top_ - bytes;
   }
 
   void give_back(char* address, size_t bytes) {
     madvise(real(address), bytes, MADV_REMOVE);
     std::lock_guard lock(mutex_);
+    used_.erase(address);
     free_.emplace(bytes, address);
   }
 
+  /// The allocation in use that an address is in: where it begins, and its size; 0 if there is none.
+  std::pair<char*, size_t> allocation_at(const char* address) {
+    std::lock_guard lock(mutex_);
+    auto next = used_.upper_bound(const_cast<char*>(address));
+    if (next == used_.begin() || address >= std::prev(next)->first + std::prev(next)->second) return {nullptr, 0};
+    return *std::prev(next);
+  }
+
+  Handle handle_of(const char* address, size_t bytes) const { return {getpid(), file_, address - seen_, (int64_t)bytes}; }
+
  private:
-  char* seen_;
-  char* real_;
+  char* const seen_;
+  const int file_;
   size_t top_ = 0;
+  std::map<char*, size_t> used_;
   std::multimap<size_t, char*> free_;
   std::mutex mutex_;
 };
 
 Arena& arena(DeviceIndex device) {
-  static auto* arenas = new Arena[kDevices];
-  return arenas[device];
+  static Arena* const arenas[kDevices] = {new Arena(0), new Arena(1)};
+  return *arenas[device];
 }
 
 // --- streams and events
@@ -126,6 +161,30 @@ class Queue {
     changed.notify_all();
   }
 
+  /// Add work that begins once the host has asked for an event behind it, or waits for this stream.
+  void give_once_asked(std::function<void()> job) {
+    uint64_t position;
+    {
+      std::lock_guard lock(mutex);
+      position = given_ + 1;
+    }
+    auto wait = [this, position] {
+      std::unique_lock lock(mutex);
+      changed.wait(lock, [this, position] { return asked_ >= position; });
+    };
+    give(wait, false);
+    give(std::move(job));
+  }
+
+  /// Note that the host asks whether all that was given, up to a position, is done; the caller has locked.
+  void ask(uint64_t position) {
+    asked_ = std::max(asked_, position);
+    changed.notify_all();
+  }
+
+  /// How much was given so far; the caller has locked.
+  uint64_t position() const { return given_; }
+
   /// How much of it is not done; the caller has locked.
   uint64_t length() const { return given_ - done_; }
 
@@ -133,14 +192,15 @@ class Queue {
   void finish() {
     std::unique_lock lock(mutex);
     forced_ = given_;
-    changed.notify_all();
+    ask(given_);
     changed.wait(lock, [this, until = given_] { return done_ >= until; });
     raise_failure();
   }
 
   /// Wait for what has been given so far, as who asks for a stream or a device does.
-  void wait() const {
+  void wait() {
     std::unique_lock lock(mutex);
+    ask(given_);
     wait_for(lock, [this, until = given_] { return done_ >= until; });
     raise_failure();
   }
@@ -178,7 +238,7 @@ class Queue {
   }
 
   std::deque<std::pair<std::function<void()>, bool>> jobs_;
-  uint64_t given_ = 0, done_ = 0, forced_ = 0;
+  uint64_t given_ = 0, done_ = 0, forced_ = 0, asked_ = 0;
   mutable std::string failure_;
 };
 
@@ -203,6 +263,7 @@ Queue& current_queue(DeviceIndex device) { return queue_of(current_streams[devic
 struct Event {
   uint64_t recorded = 0, happened = 0;
   Queue* queue = nullptr;  // where it was recorded last
+  uint64_t position = 0;  // how much was given to the queue before
   std::chrono::steady_clock::time_point at;
 };
 using SharedEvent = std::shared_ptr<Event>;
@@ -211,6 +272,7 @@ void record(const SharedEvent& event, Queue& queue) {
   std::unique_lock lock(mutex);
   const uint64_t version = ++event->recorded;
   event->queue = &queue;
+  event->position = queue.position();
   lock.unlock();
   auto happen = [event, version] {
     std::lock_guard lock(mutex);
@@ -332,6 +394,7 @@ struct StandInGuard final : c10::impl::DeviceGuardImplInterface {
   bool queryEvent(void* event) const override {
     if (event == nullptr) return true;
     std::unique_lock lock(mutex);
+    event_at(event)->queue->ask(event_at(event)->position);
     if (event_at(event)->happened < event_at(event)->recorded) return false;
     event_at(event)->queue->raise_failure();
     return true;
@@ -339,6 +402,7 @@ struct StandInGuard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     if (event == nullptr) return;
     std::unique_lock lock(mutex);
+    event_at(event)->queue->ask(event_at(event)->position);
     wait_for(lock, [one = event_at(event), until = event_at(event)->recorded] { return one->happened >= until; });
     event_at(event)->queue->raise_failure();
   }
@@ -377,7 +441,7 @@ Tensor reachable(const Tensor& tensor, bool is_kernel = true) {
   TORCH_CHECK_NOT_IMPLEMENTED(!is_kernel || !(refused & kind), "standin: no kernels for ", tensor.scalar_type());
   auto options = tensor.options().device(at::kCPU);
   if (tensor.numel() == 0) return at::detail::empty_strided_cpu(tensor.sizes(), tensor.strides(), options);
-  void* bytes = arena(tensor.get_device()).real(tensor.mutable_data_ptr());
+  void* bytes = real(tensor.mutable_data_ptr());
   return at::from_blob(bytes, tensor.sizes(), tensor.strides(), options);
 }
 
@@ -565,6 +629,120 @@ extern "C" int64_t standin_queued() {
 /// The address by which the host reaches a device's memory, as a network card does by RDMA; others as they are.
 extern "C" const void* standin_reach(const void* address) {
   for (DeviceIndex index = 0; index < kDevices; ++index)
-    if (arena(index).has(address)) return arena(index).real(address);
+    if (arena(index).has(address)) return real(address);
   return address;
+}
+
+/// Memory of other processes that is mapped, by its first address.
+class Mapped {
+ public:
+  char* open(const Handle& handle) {
+    const std::string path = "/proc/" + std::to_string(handle.process) + "/fd/" + std::to_string(handle.file);
+    const int file = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+    if (file < 0) return nullptr;
+    std::lock_guard lock(mutex_);
+    char* address = kSeen + kDevices * kArenaBytes + top_;  // an address is never used again
+    top_ += handle.bytes;
+    if (top_ <= kMappedBytes) map_at(real(address), handle.bytes, PROT_READ | PROT_WRITE, file, handle.offset);
+    ::close(file);
+    if (top_ > kMappedBytes) return nullptr;
+    all_[address] = handle.bytes;
+    return address;
+  }
+
+  bool close(char* address) {
+    std::lock_guard lock(mutex_);
+    auto found = all_.find(address);
+    if (found == all_.end()) return false;
+    munmap(real(address), found->second);
+    all_.erase(found);
+    return true;
+  }
+
+  std::pair<char*, size_t> at(const char* address) {
+    std::lock_guard lock(mutex_);
+    auto next = all_.upper_bound(const_cast<char*>(address));
+    if (next == all_.begin() || address >= std::prev(next)->first + std::prev(next)->second) return {nullptr, 0};
+    return *std::prev(next);
+  }
+
+  int64_t count() {
+    std::lock_guard lock(mutex_);
+    return all_.size();
+  }
+
+ private:
+  size_t top_ = 0;
+  std::map<char*, size_t> all_;
+  std::mutex mutex_;
+};
+
+Mapped& mapped = *new Mapped;
+std::atomic<int64_t> wrong_pieces{0};
+
+/// The allocation or the mapping that an address is in, and its size; 0 if there is none.
+std::pair<char*, size_t> memory_at(const char* address) {
+  for (DeviceIndex index = 0; index < kDevices; ++index)
+    if (arena(index).has(address)) return arena(index).allocation_at(address);
+  return mapped.at(address);
+}
+
+bool is_memory(const char* address, size_t bytes) {
+  const auto [begin, size] = memory_at(address);
+  return size && address + bytes <= begin + size;
+}
+
+/// Where the allocation that an address is in begins, and its size; 0 if it is none of this process.
+extern "C" void standin_allocation_at(const char* address, char** begin, int64_t* bytes) {
+  std::tie(*begin, *bytes) = memory_at(address);
+}
+
+/// A handle of the allocation that begins at an address.
+extern "C" bool standin_export(const char* address, Handle* handle) {
+  for (DeviceIndex index = 0; index < kDevices; ++index) {
+    if (!arena(index).has(address)) continue;
+    const auto [begin, bytes] = arena(index).allocation_at(address);
+    if (begin != address) return false;
+    *handle = arena(index).handle_of(begin, bytes);
+    return true;
+  }
+  return false;
+}
+
+/// Map the allocation of a handle, of this or of another process; null if its process has ended.
+extern "C" char* standin_open(const Handle* handle) { return mapped.open(*handle); }
+
+/// Unmap what was opened at an address; false if nothing was.
+extern "C" bool standin_close(char* address) { return mapped.close(address); }
+
+/// How many allocations of other processes are mapped.
+extern "C" int64_t standin_mapped() { return mapped.count(); }
+
+/// How many pieces of batches were not memory of this process when they were to be copied.
+extern "C" int64_t standin_wrong_pieces() { return wrong_pieces; }
+
+/// Queue copies on a stream. They begin once an event behind them is asked for, the last of them first.
+extern "C" void standin_copy_batch(
+    const uint64_t* targets, const uint64_t* sources, const uint64_t* sizes, int64_t count, int64_t stream) {
+  struct Piece {
+    char *target, *source;
+    size_t bytes;
+  };
+  std::vector<Piece> pieces;
+  for (int64_t at = 0; at < count; ++at)
+    pieces.push_back({reinterpret_cast<char*>(targets[at]), reinterpret_cast<char*>(sources[at]), sizes[at]});
+  Queue& queue = queue_of(stream);
+  queue.give_once_asked([pieces = std::move(pieces)] {
+    {
+      std::lock_guard lock(mutex);
+      TORCH_CHECK(failing_copies == 0 || failing_copies-- <= 0, "standin: a copy is to fail");
+    }
+    for (auto piece = pieces.rbegin(); piece != pieces.rend(); ++piece) {
+      if (!is_memory(piece->target, piece->bytes) || !is_memory(piece->source, piece->bytes)) {
+        ++wrong_pieces;
+        TORCH_CHECK(false, "standin: an illegal address");
+      }
+      memcpy(real(piece->target), real(piece->source), piece->bytes);
+    }
+  });
 }

@@ -21,6 +21,7 @@ from kvflow.testing import PatternCache, assert_closed, assert_loaded
 from kvflow.transport import base
 from kvflow.transport.base import MemoryUse, Transport
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
+from tests.accelerator.mapping import mapped_config, mapping
 from tests.accelerator.standin import COUNT, KIND, load
 from tests.support.tests_support import PATIENT, limited
 
@@ -28,8 +29,8 @@ HERE, THERE = f"{KIND}:0", f"{KIND}:1"
 THEIRS, OURS = [1, 7, 2, 5], [3, 0, 9, 8]
 LAYERS, BLOCKS, BLOCK_SIZE, HEADS, HEAD_SIZE = 2, 16, 4, 4, 8
 TOKENS = len(THEIRS) * BLOCK_SIZE
-TRANSPORTS = ("inproc", "nixl", "direct")
-"""`direct` reaches the memory of the stand-in past its streams, as RDMA does: nothing is staged there."""
+TRANSPORTS = ("inproc", "nixl", "direct", "mapped")
+"""Without staging: `direct` reaches the memory of the stand-in past its streams, as RDMA does; `mapped` maps it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +133,8 @@ class Site:
         patched = self._stack.enter_context(pytest.MonkeyPatch.context())
         if self.transport == "direct":
             patched.setitem(base.DEVICES, KIND, True)  # type: ignore[arg-type]
+        if self.transport == "mapped":
+            self._stack.enter_context(mapping())
         return self
 
     async def __aexit__(self, *details: Any) -> None:
@@ -147,6 +150,8 @@ class Site:
         match self.transport:
             case "nixl":
                 return make_transport(replace(config, transport="nixl"), agent_name)
+            case "mapped":
+                return make_transport(mapped_config(config), agent_name)
             case "direct":
                 return DirectTransport(agent_name, self._network)
             case _:

@@ -49,10 +49,14 @@ class StandIn:
     """The functions that torch expects in the module of a device type, and functions to hold all these devices."""
 
     def __init__(self, path: Path) -> None:
-        self._library = ctypes.CDLL(str(path))
-        self._library.standin_reach.restype = ctypes.c_void_p
-        self._library.standin_reach.argtypes = [ctypes.c_void_p]
-        self._library.standin_queued.restype = self._library.standin_waiting.restype = ctypes.c_int64
+        self.library = ctypes.CDLL(str(path))
+        self.library.standin_reach.restype = ctypes.c_void_p
+        self.library.standin_reach.argtypes = [ctypes.c_void_p]
+        self.library.standin_open.restype = ctypes.c_void_p
+        for function in ("export", "close"):
+            getattr(self.library, f"standin_{function}").restype = ctypes.c_bool
+        for function in ("queued", "waiting", "mapped", "wrong_pieces"):
+            getattr(self.library, f"standin_{function}").restype = ctypes.c_int64
 
     def is_available(self) -> bool:
         return True
@@ -71,11 +75,11 @@ class StandIn:
 
     def hold(self) -> None:
         """Start no further copy or kernel, on any stream. Work that a blocking call of torch waits for goes on."""
-        self._library.standin_hold(ctypes.c_bool(True))
+        self.library.standin_hold(ctypes.c_bool(True))
 
     def let_go(self) -> None:
         """Start the held work."""
-        self._library.standin_hold(ctypes.c_bool(False))
+        self.library.standin_hold(ctypes.c_bool(False))
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -87,19 +91,27 @@ class StandIn:
 
     def queued(self) -> int:
         """Return how many copies, kernels and events are queued or under way."""
-        return int(self._library.standin_queued())
+        return int(self.library.standin_queued())
 
     def waiting(self) -> int:
         """Return how many threads of the host wait for a stream, an event or a device."""
-        return int(self._library.standin_waiting())
+        return int(self.library.standin_waiting())
+
+    def mapped(self) -> int:
+        """Return how many allocations of other processes are mapped here."""
+        return int(self.library.standin_mapped())
+
+    def wrong_pieces(self) -> int:
+        """Return how many pieces of batches of copies were no memory of this process when they were to be copied."""
+        return int(self.library.standin_wrong_pieces())
 
     def fail_copies(self, count: int = 1) -> None:
         """Have the next `count` copies fail when they run."""
-        self._library.standin_fail_copies(ctypes.c_int64(count))
+        self.library.standin_fail_copies(ctypes.c_int64(count))
 
     def refuse(self, what: Refused) -> None:
         """Have the device lack some abilities, and no others."""
-        self._library.standin_refuse(ctypes.c_int64(what))
+        self.library.standin_refuse(ctypes.c_int64(what))
 
     def reset(self) -> None:
         """Undo what a test has set, and wait until nothing is queued; failures of the test's own are gone then."""
@@ -112,7 +124,7 @@ class StandIn:
 
     def reach(self, address: int) -> int:
         """Return where the host finds the bytes of a device's address, as a network card would; others as they are."""
-        return int(self._library.standin_reach(address))
+        return int(self.library.standin_reach(address))
 
 
 @functools.cache

@@ -128,9 +128,9 @@ class Recorder(InprocTransport):
         super().__init__(name, network)
         self.connected: set[bytes] = set()
 
-    async def add_peer(self, metadata: bytes) -> AgentName:
+    async def add_peer(self, metadata: bytes, device_memory: bytes = b"") -> AgentName:
         self.connected.add(metadata)
-        return await super().add_peer(metadata)
+        return await super().add_peer(metadata, device_memory)
 
 
 @dataclass(frozen=True, slots=True)

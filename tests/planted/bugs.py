@@ -131,8 +131,8 @@ BUGS: dict[str, Bug] = {
     ),
     # --- handshakes and incarnations
     "metadata is not held against its checksum": Bug(
-        "    if actual != metadata.agent_metadata_crc32:",
-        "    if False:",
+        "        if actual != sent:",
+        "        if False:",
         (
             RUNTIME + "side_channel.py::test_metadata_that_cannot_be_true_or_does_not_fit",
             RUNTIME + "peers.py::test_no_flipped_bit_of_agent_metadata_reaches_the_transport",

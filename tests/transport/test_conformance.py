@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import functools
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tests_support import WAIT_S
 
 from kvflow.config import Config
@@ -22,10 +24,28 @@ from kvflow.limits import Limits
 from kvflow.transport.base import AgentName, Event, MemoryUse, Notified, ReadEnded, Transport, TransportError
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 from kvflow.transport.nixl.loop import NixlTransport
+from tests.accelerator.mapping import mapping
+from tests.accelerator.standin import KIND, NotBuilt, load
 
 CPU = Device("cpu", 0)
+ON_STANDIN = Device(KIND, 1)
 BOTH = MemoryUse.SERVED | MemoryUse.READ_INTO
 SIZE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes transports that can reach each other, and memory for them to read and write."""
+
+    transport: Callable[[str], Transport]
+    device: Device = CPU
+    mapped_peers: int = 0
+    """How many of a reader's peers are mapped, if it has one."""
+
+    def buffer(self, content: UInt64Array) -> tuple[np.ndarray, int, object]:
+        """Return memory with this content as the host sees it, its address as the transport knows it, and its owner."""
+        buffer = content.astype(np.uint8)
+        return buffer, int(buffer.ctypes.data), buffer
 
 
 @dataclass(frozen=True)
@@ -33,10 +53,12 @@ class Side:
     """One transport with one registered buffer."""
 
     transport: Transport
+    device: Device
     buffer: np.ndarray
+    start: int
 
     def address(self, offset: int = 0) -> int:
-        return int(self.buffer.ctypes.data) + offset
+        return self.start + offset
 
 
 @dataclass(frozen=True)
@@ -54,20 +76,41 @@ class Ends:
             local=np.array([self.reader.address(offset) for offset in local], dtype=np.uint64),
             remote=np.array([self.writer.address(offset) for offset in remote], dtype=np.uint64),
             sizes=np.array(sizes, dtype=np.uint64),
-            local_device=CPU,
-            remote_device=CPU,
+            local_device=self.reader.device,
+            remote_device=self.writer.device,
         )
 
 
-def make_inproc() -> Callable[[str], Transport]:
+def make_inproc() -> Maker:
     network = InprocNetwork()
-    return lambda name: InprocTransport(name, network)
+    return Maker(lambda name: InprocTransport(name, network))
 
 
-def make_nixl(backend: str = "UCX") -> Callable[[str], Transport]:
+def make_nixl(backend: str = "UCX") -> Maker:
     limits = Limits(notification_poll_interval_s=0.001)
     config = Config(engine_id="conformance", nixl_backend=backend, limits=limits)
-    return lambda name: NixlTransport(config, name)
+    return Maker(lambda name: NixlTransport(config, name))
+
+
+@dataclass(frozen=True)
+class OnStandIn(Maker):
+    """Memory of the stand-in accelerator, as the host sees it at the addresses behind."""
+
+    device: Device = ON_STANDIN
+
+    def buffer(self, content: UInt64Array) -> tuple[np.ndarray, int, object]:
+        owner = torch.from_numpy(content.astype(np.uint8)).to(f"{KIND}:1")
+        address = owner.data_ptr()
+        seen = (ctypes.c_uint8 * len(content)).from_address(load().reach(address))
+        return np.frombuffer(seen, dtype=np.uint8), address, owner
+
+
+MAPPED: dict[str, dict[str, Any]] = {
+    "mapped": {},
+    "mapped, by kernels": {"by_kernels": True},
+    "refused": {"refuses": "no peer access"},
+}
+"""Ways of a transport that is to map the stand-in's memory."""
 
 
 NIXL_BACKENDS = {"UCX": [], "UCX,POSIX": [], "LIBFABRIC": [pytest.mark.thorough]}
@@ -98,39 +141,60 @@ def problem_of(backend: str) -> str:
 
 
 @pytest.fixture(
-    params=["inproc", *(pytest.param(name, marks=[pytest.mark.nixl, *marks]) for name, marks in NIXL_BACKENDS.items())]
+    params=[
+        "inproc",
+        *(pytest.param(name, marks=[pytest.mark.nixl, *marks]) for name, marks in NIXL_BACKENDS.items()),
+        *(pytest.param(name, marks=pytest.mark.nixl) for name in MAPPED),
+    ]
 )
-def make(request: pytest.FixtureRequest) -> Callable[[str], Transport]:
+def make(request: pytest.FixtureRequest) -> Iterator[Maker]:
     if request.param == "inproc":
-        return make_inproc()
-    if problem := problem_of(request.param):
+        yield make_inproc()
+    elif request.param in MAPPED:
+        try:
+            load()
+        except NotBuilt as error:
+            pytest.skip(f"needs the stand-in accelerator: {error}")
+        limits = Limits(notification_poll_interval_s=0.001)
+        config = Config(engine_id="conformance", cuda_ipc=True, limits=limits)
+        with mapping(**MAPPED[request.param]):
+            is_mapped = "refuses" not in MAPPED[request.param]
+            yield OnStandIn(lambda name: NixlTransport(config, name), mapped_peers=is_mapped)
+    elif problem := problem_of(request.param):
         pytest.skip(f"NIXL's backend does not start here: {problem}")
-    return make_nixl(request.param)
+    else:
+        yield make_nixl(request.param)
 
 
-async def open_side(make: Callable[[str], Transport], name: str, fill: UInt64Array) -> Side:
-    transport = make(name)
+async def open_side(make: Maker, name: str, fill: UInt64Array) -> Side:
+    transport = make.transport(name)
     await transport.open()
-    buffer = fill.astype(np.uint8)
-    side = Side(transport, buffer)
-    await transport.register([Span(address=side.address(), size_bytes=SIZE)], CPU, buffer, BOTH)
+    buffer, start, owner = make.buffer(fill)
+    side = Side(transport, make.device, buffer, start)
+    await transport.register([Span(address=start, size_bytes=SIZE)], make.device, owner, BOTH)
     return side
 
 
+async def add(reader: Transport, writer: Transport) -> AgentName:
+    return await reader.add_peer(await writer.metadata(), await writer.device_memory())
+
+
 @contextlib.asynccontextmanager
-async def two_ends(make: Callable[[str], Transport]) -> AsyncIterator[Ends]:
+async def two_ends(make: Maker) -> AsyncIterator[Ends]:
     writer = await open_side(make, "writer", np.arange(SIZE, dtype=np.uint64) % 251)
     reader = await open_side(make, "reader", np.full(SIZE, 255, dtype=np.uint64))
-    yield Ends(reader, writer, await reader.transport.add_peer(await writer.transport.metadata()))
+    peer = await add(reader.transport, writer.transport)
+    assert reader.transport.statistics.mapped_peers == make.mapped_peers
+    yield Ends(reader, writer, peer)
     for side in (reader, writer):
         await side.transport.aclose(WAIT_S)
         statistics = side.transport.statistics
         left = (statistics.open_reads, statistics.open_peers, statistics.open_spans, statistics.open_threads)
-        assert left == (0, 0, 0, 0)
+        assert (*left, statistics.mapped_peers) == (0, 0, 0, 0, 0)
 
 
 @pytest.fixture
-async def ends(make: Callable[[str], Transport]) -> AsyncIterator[Ends]:
+async def ends(make: Maker) -> AsyncIterator[Ends]:
     async with two_ends(make) as ends:
         yield ends
 
@@ -180,18 +244,20 @@ async def test_a_read_moves_exactly_its_bytes(ends: Ends) -> None:
     np.testing.assert_array_equal(ends.reader.buffer, expected)
 
 
-async def test_many_reads_of_all_sizes_from_several_peers_each_end_once_and_fail_alone(
-    make: Callable[[str], Transport], ends: Ends
-) -> None:
+async def test_many_reads_of_all_sizes_from_several_peers_each_end_once_and_fail_alone(make: Maker, ends: Ends) -> None:
     transport, other = ends.reader.transport, await open_side(make, "other", np.full(SIZE, 7, dtype=np.uint64))
-    sources = [(ends.writer, ends.peer), (other, await transport.add_peer(await other.transport.metadata()))]
+    sources = [(ends.writer, ends.peer), (other, await add(transport, other.transport))]
     expected, reads, bytes_read = ends.reader.buffer.copy(), [], 0
     for index in range(200):
         (source, peer), is_right = sources[index % 3 > 0], index % 7 > 0
         size, offset = 1 << index % 13, index << 12
         local = ends.reader.address(offset if is_right else SIZE - size // 2 - 1)
         of = {"local": [local], "remote": [source.address(offset)], "sizes": [size + 1 - is_right]}
-        reads.append(transport.post_read(peer, Descriptors.of(**of, local_device=CPU, remote_device=CPU)))
+        reads.append(
+            transport.post_read(
+                peer, Descriptors.of(**of, local_device=ends.reader.device, remote_device=ends.writer.device)
+            )
+        )
         if is_right:
             expected[offset : offset + size] = source.buffer[offset : offset + size]
             bytes_read += size
@@ -219,21 +285,21 @@ async def test_a_peer_can_be_removed_and_added_again(ends: Ends) -> None:
     assert transport.statistics.open_peers == 0
     for unknown in (ends.peer, AgentName("nobody")):
         assert isinstance((await read_ended(ends, peer=unknown)).error, TransportError)
-    assert await transport.add_peer(await ends.writer.transport.metadata()) == ends.peer
+    assert await add(transport, ends.writer.transport) == ends.peer
     assert (await read_ended(ends)).error is None
 
 
 async def test_an_addition_that_was_given_up_does_not_bar_the_next_one(ends: Ends) -> None:
     transport = ends.reader.transport
     await transport.remove_peer(ends.peer)
-    metadata = await ends.writer.transport.metadata()
-    adding = asyncio.create_task(transport.add_peer(metadata))
+    metadata = await ends.writer.transport.metadata(), await ends.writer.transport.device_memory()
+    adding = asyncio.create_task(transport.add_peer(*metadata))
     await asyncio.sleep(0)
     adding.cancel()
     await asyncio.wait([adding])
     if adding.cancelled():
         assert transport.statistics.open_peers == 0
-        assert await transport.add_peer(metadata) == ends.peer
+        assert await transport.add_peer(*metadata) == ends.peer
     assert (await read_ended(ends)).error is None
 
 
@@ -256,9 +322,10 @@ async def test_a_notification_between_reads_arrives_although_reads_go_on(ends: E
 
 @pytest.mark.parametrize("end", ["remove_peer", "aclose"])
 async def test_a_notification_is_sent_before_its_peer_is_forgotten(ends: Ends, end: str) -> None:
-    await read_ended(ends)
-    ends.reader.transport.notify(ends.peer, b"hello")
     transport = ends.reader.transport
+    transport.notify(ends.peer, b"connected")
+    await end_of(ends.writer.transport)
+    transport.notify(ends.peer, b"hello")
     await (transport.remove_peer(ends.peer) if end == "remove_peer" else transport.aclose(WAIT_S))
     assert await end_of(ends.writer.transport) == [Notified(b"hello")]
 
@@ -285,7 +352,7 @@ async def test_events_that_nobody_takes_are_kept(ends: Ends) -> None:
     await read_ended(ends)
 
 
-async def test_closing_ends_the_wait_for_events_and_every_verb(make: Callable[[str], Transport]) -> None:
+async def test_closing_ends_the_wait_for_events_and_every_verb(make: Maker) -> None:
     side = await open_side(make, "alone", np.zeros(SIZE, dtype=np.uint64))
     transport = side.transport
     waiting = asyncio.create_task(end_of(transport))
@@ -298,13 +365,13 @@ async def test_closing_ends_the_wait_for_events_and_every_verb(make: Callable[[s
         await transport.metadata()
     with pytest.raises(TransportBroken):
         transport.notify(AgentName("x"), b"x")
-    never_opened = make("never")
+    never_opened = make.transport("never")
     await never_opened.aclose(1.0)
     with pytest.raises(TransportBroken):
         await never_opened.metadata()
 
 
-async def test_an_unreachable_device_cannot_be_registered(make: Callable[[str], Transport]) -> None:
+async def test_an_unreachable_device_cannot_be_registered(make: Maker) -> None:
     side = await open_side(make, "alone", np.zeros(SIZE, dtype=np.uint64))
     with pytest.raises(TransportError, match="cannot reach device 'tpu'"):
         await side.transport.register([Span(address=1, size_bytes=1)], Device("tpu", 0), None, BOTH)

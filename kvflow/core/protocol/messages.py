@@ -89,6 +89,9 @@ class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
     target: Address
     sender: Address
     incarnation: Incarnation
+    awaits_removal: bool = False
+    """True if the reader is to answer once it has removed the rank's agent, so that none of the rank's memory is mapped
+    there. Older readers answer at once."""
 
 
 class LeaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_lease"):
@@ -165,6 +168,11 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True, tag="metadata"):
     staged: bool
     """True if blocks can be read only after a copy to host buffers. Then a seal shows how many tokens are not copied
     yet."""
+    device_memory: Annotated[bytes, Meta(max_length=AGENT_METADATA_BYTES_MAX)] = b""
+    """What readers on the same machine need to map the rank's device memory (`Transport.device_memory`); b"" if they
+    cannot. Older readers ignore it."""
+    device_memory_crc32: Word32 = 0
+    """CRC-32 of `device_memory`: a handle with a wrong bit may stand for other memory."""
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):

@@ -77,7 +77,7 @@ class Handshakes:
             # UCX and ZeroMQ do not survive that a process has no more open files (`open_files`).
             if why := open_files.shortage(open_files.READERS_STOP_AT):
                 raise overloaded(at, why)
-            await self.agents.add(at, connection, reply.agent_metadata)
+            await self.agents.add(at, connection, reply)
             return connection
 
     async def ask(self, peer: Peer, request: messages.Request, timeout_s: float | None = None) -> messages.Reply:
@@ -112,16 +112,16 @@ class Agents:
             await asyncio.wait([change])
         return self._open.get(agent)
 
-    async def add(self, at: Address, connection: Connection, metadata: bytes) -> None:
+    async def add(self, at: Address, connection: Connection, metadata: messages.Metadata) -> None:
         """Add the agent of the rank at `at` to the transport, and make `find_open` return `connection` for it.
 
-        `metadata`: the agent metadata that the rank has sent. PeerError if the transport refuses the metadata, or if
-        the metadata is of an agent with another name. If cancelled, remove the agent again.
+        `metadata`: what the rank has sent. PeerError if the transport refuses the metadata of the agent, or if it is of
+        an agent with another name. If cancelled, remove the agent again.
         """
         agent = connection.agent
         change = self._begin(agent)
         try:
-            name = await self._transport.add_peer(metadata)
+            name = await self._transport.add_peer(metadata.agent_metadata, metadata.device_memory)
         except asyncio.CancelledError:
             self._remove_soon(connection, change)  # the transport may be adding it
             raise
@@ -144,6 +144,10 @@ class Agents:
         if self._open.get(connection.agent) is connection:
             del self._open[connection.agent]
             self._remove_soon(connection, self._begin(connection.agent))
+
+    def removal(self, agent: AgentName) -> asyncio.Future[None] | None:
+        """Return the future of the removal of `agent` that is under way; None if there is none."""
+        return self._changing.get(agent)
 
     async def wait_removed(self, agents: Collection[AgentName], timeout_s: float) -> bool:
         """Wait until each of `agents` that is being removed is gone. Return False after `timeout_s` seconds."""
@@ -216,10 +220,13 @@ def check_metadata(peer: Address, metadata: messages.Metadata, local: LocalRank)
         raise peer.failure(PeerRefused, f"{who}{loopback_hint(peer.address)}")
     if not is_name(metadata.incarnation, PEER_TEXT_CHARS_MAX):
         raise peer.failure(ProtocolError, f"incarnation {peer_text(metadata.incarnation, 80)!r} is not a valid name")
-    actual = zlib.crc32(metadata.agent_metadata)
-    if actual != metadata.agent_metadata_crc32:
-        sums = f"computed {actual:#010x}, sent {metadata.agent_metadata_crc32:#010x}"
-        raise peer.failure(ProtocolError, f"agent metadata checksum: {sums}")
+    for name, content, sent in (
+        ("agent metadata", metadata.agent_metadata, metadata.agent_metadata_crc32),
+        ("device memory", metadata.device_memory, metadata.device_memory_crc32),
+    ):
+        actual = zlib.crc32(content)
+        if actual != sent:
+            raise peer.failure(ProtocolError, f"{name} checksum: computed {actual:#010x}, sent {sent:#010x}")
     try:
         regions = all_regions_from_wire(metadata.regions)
         check_sets(metadata.cache_shares, regions, metadata.groups)

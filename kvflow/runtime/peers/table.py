@@ -264,13 +264,19 @@ class Peers:
             peer.note_error(why)
             self._disconnect(peer, "back_off" if waits else "break", why)
 
-    def on_goodbye(self, goodbye: messages.Goodbye) -> None:
-        """Drop the connection to the rank that sent `goodbye`, if the connection is to the incarnation in `goodbye`."""
+    def on_goodbye(self, goodbye: messages.Goodbye) -> asyncio.Future[None] | None:
+        """Drop the connection to the rank that sent `goodbye`, if the connection is to the incarnation in `goodbye`.
+
+        Return a future of the removal of the rank's agent from the transport; None if nothing is removed.
+        """
+        removal = None
         for peer in self.by_address.values():
             connection = peer.connection
             # Without the address, since one rank may be known by several. A goodbye that is late changes nothing (I4).
             if peer.at[:2] == goodbye.sender[:2] and connection and connection.incarnation == goodbye.incarnation:
                 self._disconnect(peer, "break", "the peer closes")
+                removal = self._agents.removal(connection.agent)
+        return removal
 
     async def forget(self, engine_id: str, address: str | None) -> bool:
         """Forget the peers of `engine_id` at `address`, or at any address if None, once their handshakes have ended.

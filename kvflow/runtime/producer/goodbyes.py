@@ -29,8 +29,10 @@ _AT_ONCE_MAX = 16
 class Goodbyes:
     """The readers that have connected to this rank, and the sending of a `Goodbye` to each when the rank closes."""
 
-    def __init__(self, context: RankContext, side_channel: SideChannel) -> None:
+    def __init__(self, context: RankContext, side_channel: SideChannel, *, awaits_removal: bool) -> None:
+        """`awaits_removal`: readers may have mapped this rank's memory, so they are to answer once they have not."""
         self._config = context.config
+        self._awaits_removal = awaits_removal
         self._side_channel = side_channel
         self._incarnation = context.incarnation
         self._local = context.local
@@ -67,7 +69,9 @@ class Goodbyes:
     async def _send(self, caller: Address) -> None:
         """Send a goodbye to the reader at `caller`. If that fails, forget the reader."""
         own, fingerprint = self._local.caller, self._local.compatibility.fingerprint()
-        goodbye = messages.Goodbye(target=caller, sender=own, incarnation=self._incarnation)
+        goodbye = messages.Goodbye(
+            target=caller, sender=own, incarnation=self._incarnation, awaits_removal=self._awaits_removal
+        )
         try:
             await self._side_channel.ask(goodbye, fingerprint=fingerprint)
         except PeerError as error:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvflow.core.cache.regions import Span
 from kvflow.errors import ConfigError
 from kvflow.transport.device.cache_device import is_rocm
 
@@ -36,6 +37,11 @@ _FLUSH_BY_HOST = 1
 _CURRENT_CONTEXT, _TO_OWNER = 0, 100
 _CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+_DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+_WITH_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+_WITHOUT_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY
+_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 
 
 class _CopyAttributes(ctypes.Structure):
@@ -47,6 +53,12 @@ class _CopyAttributes(ctypes.Structure):
         ("target_hint", ctypes.c_int * 2),
         ("flags", ctypes.c_uint),
     )
+
+
+class _IpcHandle(ctypes.Structure):
+    """The C struct CUipcMemHandle, which functions take by value."""
+
+    _fields_ = (("bytes", ctypes.c_ubyte * _HANDLE_BYTES),)
 
 
 def current_device() -> int | None:
@@ -172,6 +184,61 @@ class CudaDriver:
             ctypes.byref(failed),
             ctypes.c_void_p(stream),
         )
+
+    def allocation_at(self, address: int) -> Span:
+        """Return the whole allocation that contains `address`, also one that `open_ipc` has mapped."""
+        base, size = ctypes.c_uint64(), ctypes.c_size_t()
+        self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+        return Span(address=base.value, size_bytes=size.value)
+
+    def device_of(self, address: int) -> int:
+        """Return the number of the device with the memory at `address`. This call needs no context."""
+        number = ctypes.c_int()
+        self._call(
+            "cuPointerGetAttribute", ctypes.byref(number), ctypes.c_int(_DEVICE_ORDINAL), ctypes.c_uint64(address)
+        )
+        return number.value
+
+    def ipc_handle(self, address: int) -> bytes:
+        """Return the CUDA IPC handle of the allocation that begins at `address`."""
+        handle = _IpcHandle()
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
+        return bytes(handle)
+
+    def open_ipc(self, handle: bytes) -> int:
+        """Map another process's allocation into this process, and return its address.
+
+        If the memory is on another device, access to that device is enabled. Each call needs one of `close_ipc`.
+        """
+        if len(handle) != _HANDLE_BYTES:
+            raise DriverError(f"a CUDA IPC handle has {_HANDLE_BYTES} bytes, this one {len(handle)}")
+        address, flags = ctypes.c_uint64(), ctypes.c_uint(_WITH_PEER_ACCESS)
+        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _IpcHandle.from_buffer_copy(handle), flags)
+        return address.value
+
+    def close_ipc(self, address: int) -> None:
+        self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+
+    def record_event(self, stream: int) -> int:
+        """Return a new event, recorded behind all work that is queued on the stream with the handle `stream`."""
+        event = ctypes.c_void_p()
+        self._call("cuEventCreate", ctypes.byref(event), ctypes.c_uint(_WITHOUT_TIMING))
+        try:
+            self._call("cuEventRecord", event, ctypes.c_void_p(stream))
+        except DriverError:
+            self._library.cuEventDestroy_v2(event)
+            raise
+        return int(event.value or 0)
+
+    def has_happened(self, event: int) -> bool:
+        """Return whether `event` has happened. Once it has, or if work has failed (DriverError), destroy the event."""
+        result = self._library.cuEventQuery(ctypes.c_void_p(event))
+        if result == _NOT_READY:
+            return False
+        self._library.cuEventDestroy_v2(ctypes.c_void_p(event))
+        if result:
+            raise DriverError(f"CUDA driver: cuEventQuery failed with error {result}")
+        return True
 
     def flush(self) -> None:
         """Wait until the device sees all data that NICs have written to its memory."""

@@ -41,6 +41,15 @@ class CudaDevice(AcceleratorDevice):
         return torch.cuda.stream(self._stream)  # type: ignore[arg-type]
 
     @property
+    def stream_handle(self) -> int:
+        """The driver's handle of the stream for copies."""
+        return int(self._stream.cuda_stream)  # type: ignore[attr-defined]
+
+    def queueing(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context manager: copies made in the `with` body are queued, in order, and nothing waits for them."""
+        return self._stream_context()
+
+    @property
     def as_bytes(self) -> bool:
         return True
 

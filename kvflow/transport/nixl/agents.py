@@ -26,7 +26,7 @@ import numpy as np
 
 from kvflow.checks import counted
 from kvflow.config import Config
-from kvflow.core.cache.regions import Device, Span, UInt64Array
+from kvflow.core.cache.regions import HOST, Device, Span, UInt64Array
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.core.policy.queue import ShortestFirst
 from kvflow.errors import ConfigError
@@ -97,6 +97,9 @@ class _Request:
 
 class NixlAgents:
     """The serving and the reading NIXL agent, and the reads in flight. Only the thread `kvflow-agent` uses them."""
+
+    mapped_peers = 0
+    """Number of peers with device memory that is mapped into this process; these agents map none."""
 
     def __init__(
         self, config: Config, name: str, put_event: Callable[[Event], None], has_jobs: Callable[[], bool]
@@ -190,7 +193,17 @@ class NixlAgents:
     def metadata(self) -> bytes:
         return bytes(self._serving.native.getLocalMD())
 
-    def add_peer(self, metadata: bytes) -> AgentName:
+    def host_metadata(self, spans: Sequence[Span]) -> bytes:
+        """Return the metadata of only `spans`, registered host memory that peers read."""
+        rows = [(span.address, span.size_bytes, 0, "") for span in spans]
+        served = self._bindings.nixlRegDList(self._memory_kinds[HOST.kind], rows)
+        return bytes(self._serving.native.getLocalPartialMD(served, True, self._serving.backends))
+
+    def device_memory(self) -> bytes:
+        """Return b"": NIXL's agents map nothing."""
+        return b""
+
+    def add_peer(self, metadata: bytes, device_memory: bytes = b"") -> AgentName:
         try:
             name = self._reading.native.loadRemoteMD(metadata)
         except self._bindings.nixlBackendError as error:  # UCX makes endpoints here, and the network may be down

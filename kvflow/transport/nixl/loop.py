@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from kvflow.checks import counted
 from kvflow.config import Config
@@ -27,6 +28,9 @@ from kvflow.transport.device import cuda
 from kvflow.transport.nixl.agents import POST_COST_BYTES, NixlAgents
 from kvflow.transport.nixl.native import readable_kinds
 from kvflow.transport.owner_thread import OwnerThread
+
+if TYPE_CHECKING:
+    from kvflow.transport.mapped.mapped_agents import MappedAgents
 
 _BEHIND_COST_BYTES = 8 << 20  # in the units of `NixlAgents.taken_cost_bytes`: one full request, while another is posted
 _OPENING_S = 1.0  # sleep of the thread until the agents are made
@@ -65,14 +69,19 @@ class NixlTransport:
         try:
             if device is not None:  # UCX uses the current device of the thread that makes an agent
                 await thread.call(lambda: cuda.make_current(device))
-            self._agents, self._readable_kinds = await thread.call(
+            agents, self._readable_kinds = await thread.call(
                 lambda: (NixlAgents(self._config, self._name, self._put_event, thread.has_jobs), readable_kinds())
             )
         except BaseException:
             self._closing = True
             thread.submit(self._end_when_idle)
             raise
-        self._thread = thread
+        self._readers: NixlAgents | MappedAgents = agents
+        if self._config.cuda_ipc:
+            from kvflow.transport.mapped.mapped_agents import MappedAgents
+
+            self._readers = MappedAgents(agents, self._name, self._put_event)
+        self._agents, self._thread = agents, thread
 
     def reaches(self, device: str) -> bool:
         return self._readable_kinds.get(device, usually_reached(device))
@@ -80,30 +89,34 @@ class NixlTransport:
     async def register(self, spans: Sequence[Span], device: Device, keepalive: object, use: MemoryUse) -> None:
         if not self.reaches(device.kind):
             raise TransportError(f"NIXL cannot reach device {device.kind!r}")
-        thread, agents = self._require_open()
-        await thread.call(lambda: agents.register(spans, device, keepalive, use))
+        thread, _ = self._require_open()
+        await thread.call(lambda: self._readers.register(spans, device, keepalive, use))
         self._open_spans += len(spans)
 
     async def metadata(self) -> bytes:
         thread, agents = self._require_open()
         return await thread.call(agents.metadata)
 
-    async def add_peer(self, metadata: bytes) -> AgentName:
-        thread, agents = self._require_open()
-        name = await thread.call(lambda: agents.add_peer(metadata))
+    async def device_memory(self) -> bytes:
+        thread, _ = self._require_open()
+        return await thread.call(self._readers.device_memory)
+
+    async def add_peer(self, metadata: bytes, device_memory: bytes = b"") -> AgentName:
+        thread, _ = self._require_open()
+        name = await thread.call(lambda: self._readers.add_peer(metadata, device_memory))
         self._peers.add(name)
         return name
 
     async def remove_peer(self, name: AgentName) -> None:
-        thread, agents = self._require_open()
+        thread, _ = self._require_open()
         self._peers.discard(name)
-        await thread.call(lambda: agents.remove_peer(name))
+        await thread.call(lambda: self._readers.remove_peer(name))
 
     def post_read(self, peer: AgentName, descriptors: Descriptors) -> PostedRead:
-        thread, agents = self._require_open()
+        thread, _ = self._require_open()
         read = PostedRead(descriptors.size_bytes)
         self._given_cost_bytes += read.size_bytes + POST_COST_BYTES
-        thread.submit(partial(agents.post, read, peer, descriptors))
+        thread.submit(partial(self._readers.post, read, peer, descriptors))
         self._reads.add(read)
         self._reads_total += 1
         return read
@@ -169,6 +182,7 @@ class NixlTransport:
             notifications_failed=agents.unsent if agents else 0,
             listeners_lost=sum(agents.listeners_lost) if agents else 0,
             unreachable=agents is not None and agents.unreachable,
+            mapped_peers=self._readers.mapped_peers if agents else 0,
         )
 
     def _require_open(self) -> tuple[OwnerThread, NixlAgents]:
@@ -188,10 +202,10 @@ class NixlTransport:
             return None if self._ending else _OPENING_S
         if self._thread is not None and self._thread.loop_closed:
             self._ending = True
-        idle_s = agents.step()
-        if self._ending and not agents.busy:
+        idle_s = self._readers.step()
+        if self._ending and not self._readers.busy:
             agents.send_notifications()
-            agents.close()
+            self._readers.close()
             return None
         return idle_s
 
