@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 
-from kvflow.config import Config
 from kvflow.core.cache.regions import HOST, Device, Span, UInt64Array
 from kvflow.transport import base
 from kvflow.transport.base import MemoryUse
@@ -101,6 +100,7 @@ class StandInMapper:
         return self._count
 
     def has_happened(self, event: int) -> bool:
+        self._library.standin_waiting()  # lets go of Python's lock, as calls of a driver do, and torch's query does not
         try:
             happened = self._events[event].query()
         except RuntimeError:
@@ -134,7 +134,7 @@ def mapping(*, refuses: str = "", by_kernels: bool = False) -> Iterator[StandIn]
     Afterwards nothing is mapped, and no batch has touched what was not there.
     """
     standin = load()
-    wrong = standin.wrong_pieces()
+    before = standin.mapped(), standin.wrong_pieces()
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(base.DEVICES, KIND, True)  # type: ignore[arg-type]
         patched.setitem(agents.POLLING, KIND, agents.POLLING["cpu"])  # type: ignore[index]
@@ -143,9 +143,4 @@ def mapping(*, refuses: str = "", by_kernels: bool = False) -> Iterator[StandIn]
         patched.setattr(StandInMapper, "refuses", refuses)
         patched.setattr(StandInMapper, "by_kernels", by_kernels)
         yield standin
-    assert (standin.mapped(), standin.wrong_pieces()) == (0, wrong), "still mapped, and wrong pieces"
-
-
-def mapped_config(config: Config) -> Config:
-    """Return `config` for an engine that maps its peers' memory."""
-    return replace(config, transport="nixl", cuda_ipc=True)
+    assert (standin.mapped(), standin.wrong_pieces()) == before, "still mapped, and wrong pieces"

@@ -1,4 +1,4 @@
-"""A producer on the stand-in in a process of its own: `python -m tests.accelerator.producing`.
+"""A producer on the stand-in in a process of its own: `python -m tests.accelerator.producing nixl`, or `mapped`.
 
 It offers blocks that a held device has not computed, writes the ticket to its output, lets the device go on when a line
 comes, and writes how the lease has ended.
@@ -21,7 +21,7 @@ FACTOR = 3.0
 
 async def main() -> None:
     standin = load()
-    async with Site("nixl") as site:
+    async with Site(sys.argv[1]) as site:
         engine = await site.engine("producer", PRODUCER)
         compute, computed = torch.Stream(HERE), torch.Event(HERE)
         standin.hold()

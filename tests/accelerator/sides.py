@@ -21,7 +21,7 @@ from kvflow.testing import PatternCache, assert_closed, assert_loaded
 from kvflow.transport import base
 from kvflow.transport.base import MemoryUse, Transport
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
-from tests.accelerator.mapping import mapped_config, mapping
+from tests.accelerator.mapping import mapping
 from tests.accelerator.standin import COUNT, KIND, load
 from tests.support.tests_support import PATIENT, limited
 
@@ -141,6 +141,7 @@ class Site:
         await self._stack.__aexit__(*details)
 
     async def engine(self, engine_id: str, side: Side, parts: Sequence[Part] = ()) -> Engine:
+        side = replace(side, settings={"cuda_ipc": self.transport == "mapped", **side.settings})
         return await self._stack.enter_async_context(open_engine(engine_id, side, self.make_transport, parts))
 
     async def pair(self, producer: Side, consumer: Side) -> tuple[Engine, Engine]:
@@ -148,10 +149,8 @@ class Site:
 
     def make_transport(self, config: Config, agent_name: str) -> Transport:
         match self.transport:
-            case "nixl":
+            case "nixl" | "mapped":
                 return make_transport(replace(config, transport="nixl"), agent_name)
-            case "mapped":
-                return make_transport(mapped_config(config), agent_name)
             case "direct":
                 return DirectTransport(agent_name, self._network)
             case _:

@@ -35,7 +35,7 @@ class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """The machine's boot id, which all of its containers share."""
     namespace: Name
     """The process's namespace of process ids."""
-    pid: Size
+    pid: Annotated[int, Meta(ge=1, lt=1 << 31)]
     started: Size
     """When the process began, in ticks since the boot of the machine."""
 

@@ -103,6 +103,17 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], list[msgspec.Struct]]] = {
 # --- messages
 
 
+def test_peers_without_mapped_memory_understand_those_with_it() -> None:
+    """And the other way round: its fields are newer than the protocol's number."""
+    newer = {"device_memory", "device_memory_crc32"}
+    fields = [(one.name, one.type) for one in msgspec.structs.fields(METADATA) if one.name not in newer]
+    older = msgspec.defstruct("Metadata", fields, tag="metadata", frozen=True, kw_only=True)
+    sent_now = codec.encode(replace(METADATA, device_memory=b"handles", device_memory_crc32=5))
+    read_then = msgspec.msgpack.decode(sent_now, type=older)
+    assert msgspec.structs.asdict(read_then) == {name: getattr(METADATA, name) for name, _ in fields}
+    assert codec.decode_reply(codec.encode(read_then)) == METADATA
+
+
 @each(("kind", "sent_as"), itertools.product(DECODERS, repeat=2))
 def test_messages_survive_the_wire_and_are_of_one_kind(kind: str, sent_as: str) -> None:
     decode, _ = DECODERS[kind]
