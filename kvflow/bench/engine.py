@@ -19,11 +19,12 @@ _LOAD_DEADLINE_S = 120.0
 _END_LEASES_TIMEOUT_S = 10.0
 
 
-def config_of(engine_id: str, backend: str = "UCX") -> kvflow.Config:
+def config_of(engine_id: str, backend: str = "UCX", *, cuda_ipc: bool = False) -> kvflow.Config:
     return kvflow.Config(
         engine_id=engine_id,
         listen="tcp://127.0.0.1:0",
         nixl_backend=backend,
+        cuda_ipc=cuda_ipc,
         lease_ttl_s=_LEASE_TTL_S,
         load_deadline_s=_LOAD_DEADLINE_S,
     )
@@ -83,6 +84,9 @@ class EngineProducer:
             raise RuntimeError(f"leases of a turn ended as {outcomes}, expected {expected}")
         self._leases = []
 
+    async def mapping(self) -> MappingFacts:
+        return mapping_of(self._runtime)
+
     def revoke(self) -> None:
         for lease in self._leases:
             lease.revoke()
@@ -91,6 +95,18 @@ class EngineProducer:
         num_tokens = len(load.remote_ids) * self._block_size
         request = kvflow.ServeRequest(load.request_id, block_ids=load.remote_ids, num_tokens=num_tokens)
         return self._runtime.serve_blocks(request)
+
+
+class MappingFacts(NamedTuple):
+    """Number of peers with device memory that a runtime has mapped (Config.cuda_ipc), and why none is mapped, or ""."""
+
+    peers: int
+    problem: str
+
+
+def mapping_of(runtime: kvflow.Runtime) -> MappingFacts:
+    transport = runtime.statistics().transport
+    return MappingFacts(transport.mapped_peers, transport.mapping_problem)
 
 
 class LoadResult(NamedTuple):
@@ -136,26 +152,35 @@ class EngineConsumer:
         self._cache.check_loads(loads)
         return results
 
+    async def mapping(self) -> MappingFacts:
+        return mapping_of(self._runtime)
+
 
 Pair: TypeAlias = tuple[Child, Child]
 """Child processes of a producer and of its consumer."""
 
 
-def pair_ranks(shape: CacheShape, device: str | None = None, backend: str = "UCX") -> tuple[RankProcess, RankProcess]:
+def pair_ranks(
+    shape: CacheShape, device: str | None = None, backend: str = "UCX", *, cuda_ipc: bool = False
+) -> tuple[RankProcess, RankProcess]:
     """Return the descriptions of a producer and a consumer to start in child processes.
 
-    Both caches have the shape `shape`, in host memory or on `device`. `backend`: NIXL's backend.
+    Both caches have the shape `shape`, in host memory or on `device`. `backend`: NIXL's backend. `cuda_ipc`: the
+    setting of that name, for both.
     """
+    producer, consumer = (config_of(name, backend, cuda_ipc=cuda_ipc) for name in ("producer", "consumer"))
     return (
-        RankProcess("producer", partial(open_producer, config_of("producer", backend), shape, device)),
-        RankProcess("consumer", partial(open_consumer, config_of("consumer", backend), shape, device)),
+        RankProcess("producer", partial(open_producer, producer, shape, device)),
+        RankProcess("consumer", partial(open_consumer, consumer, shape, device)),
     )
 
 
 @contextlib.contextmanager
-def open_pair(shape: CacheShape, environment: Environment, device: str | None = None) -> Iterator[Pair]:
+def open_pair(
+    shape: CacheShape, environment: Environment, device: str | None = None, *, cuda_ipc: bool = False
+) -> Iterator[Pair]:
     """Context manager: start a producer and a consumer in child processes, and close both at the exit."""
-    with open_children(pair_ranks(shape, device), environment) as children:
+    with open_children(pair_ranks(shape, device, cuda_ipc=cuda_ipc), environment) as children:
         yield children["producer"], children["consumer"]
 
 

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from kvflow.bench.cache import CacheShape
 from kvflow.bench.child import QUIET_ENVIRONMENT, BenchError, ChildCaller, RankProcess, open_caller, open_children
-from kvflow.bench.engine import Pair, hand_over, open_pair
+from kvflow.bench.engine import EngineConsumer, EngineProducer, Pair, hand_over, open_pair
 from kvflow.bench.loads import scattered_loads
 from kvflow.bench.ucx import ReadPath, ucx_log
 from kvflow.doctor.findings import Finding, fail, ok, warn
@@ -100,6 +100,29 @@ def check_self_transfer(
         "block; every byte compared",
     )
     yield judge_path(f"path of the bytes{where}", path)
+
+
+def check_mapped_transfer(name: str, device: str | None) -> Finding:
+    """Load blocks between two processes of this machine that map each other's memory on `device` (Config.cuda_ipc)."""
+    try:
+        with open_pair(_SHAPE, QUIET_ENVIRONMENT, device, cuda_ipc=True) as pair:
+            large_s = _median_s(pair, _SHAPE.blocks // 2)
+            shared, mapped = pair[0].run(EngineProducer.mapping), pair[1].run(EngineConsumer.mapping)
+    except BenchError as error:
+        return warn(name, error.reason, "leave out Config.cuda_ipc, and please report it")
+    size_bytes = _SHAPE.blocks // 2 * _SHAPE.block_size_bytes
+    return judge_mapping(name, mapped.peers > 0, mapped.problem or shared.problem, size_bytes / large_s)
+
+
+def judge_mapping(name: str, mapped: bool, problem: str, bytes_per_s: float) -> Finding:
+    """Return the finding `name` about two processes with `Config.cuda_ipc`.
+
+    `mapped`: the consumer has mapped the producer's memory. `problem`: why it has not, or "".
+    """
+    if mapped:
+        return ok(name, f"mapped: {bytes_per_s / 1e9:.2f} GB/s; every byte compared")
+    why = problem or "there is no device memory"
+    return warn(name, f"not mapped: {why}", "Config.cuda_ipc has no effect here: NIXL reads the blocks")
 
 
 def _median_s(pair: Pair, count: int) -> float:

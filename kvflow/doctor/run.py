@@ -11,7 +11,12 @@ from kvflow.doctor.backends import check_backends
 from kvflow.doctor.engine_pair import examine_pair
 from kvflow.doctor.findings import Finding, Status, ok, warn
 from kvflow.doctor.host import Host, check_host, has_gpus, read_host
-from kvflow.doctor.nixl_transfer import check_nixl, check_self_transfer, judge_host_path
+from kvflow.doctor.nixl_transfer import (
+    check_mapped_transfer,
+    check_nixl,
+    check_self_transfer,
+    judge_host_path,
+)
 from kvflow.doctor.peer_channel import examine_peer
 from kvflow.doctor.version import versions
 
@@ -82,3 +87,5 @@ def _examine_gpus(host: Host, transfer: bool, note: Callable[[str], None]) -> It
     if transfer and cuda.probe.devices:
         note("handing blocks over between two processes on a GPU, some seconds")
         yield from check_self_transfer(partial(judge_gpu_path, cuda), where=" on GPUs", device="cuda")
+        note("the same with Config.cuda_ipc")
+        yield check_mapped_transfer("memory mapped on GPUs", "cuda")

@@ -125,6 +125,8 @@ class TransportStatistics:
     """Number of tcp listeners that the library has closed on its own, so that no new peer can connect to them."""
     mapped_peers: int = 0
     """Number of peers with device memory that is mapped into this process; 0 after `aclose`."""
+    mapping_problem: str = ""
+    """Why device memory of this rank, or of a peer on this machine, was not mapped, at last; "" if none was refused."""
     unreachable: bool = False
     """True if no new peer can connect: the library has closed all tcp listeners of the agent that peers read from."""
 

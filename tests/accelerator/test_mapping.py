@@ -297,6 +297,7 @@ async def test_memory_that_cannot_be_mapped_is_read_by_nixl(
             assert (reader.ended[0].error, bytes_of(reader.memory)) == (None, [7])
     told = [record.getMessage() for record in caplog.records if "is not mapped" in record.getMessage()]
     assert len(told) == bool(reason)
+    assert reason in reader.transport.statistics.mapping_problem
     assert reason in "".join(told)
 
 
@@ -314,7 +315,7 @@ async def test_a_device_without_mapping_is_said_once_and_read_by_nixl(
             await until(lambda: reader.ended)
             assert (reader.ended[0].error, bytes_of(reader.memory)) == (None, [7])
     (told,) = {record.getMessage() for record in caplog.records if "writer" in record.getMessage()}
-    assert told.endswith("peers cannot map its device memory, they read by NIXL: it has no handles")
+    assert told.endswith("peers cannot map its device memory, NIXL reads it: it has no handles")
 
 
 async def test_either_side_may_not_map(standin: StandIn) -> None:

@@ -21,7 +21,7 @@ from kvflow.doctor.cuda.facts import HOST_PID_NAMESPACE, Cuda, Probe, run_probe
 from kvflow.doctor.cuda.nvidia import Gpu, major_minor, read_devices, read_nic_distances, read_nvlinks
 from kvflow.doctor.findings import Status
 from kvflow.doctor.host import Host
-from kvflow.doctor.nixl_transfer import check_self_transfer
+from kvflow.doctor.nixl_transfer import check_mapped_transfer, check_self_transfer, judge_mapping
 from kvflow.doctor.run import examine
 from kvflow.transport.device.cuda import DriverError, load_driver
 
@@ -271,6 +271,28 @@ def test_two_processes_hand_blocks_over_and_say_which_way() -> None:
     assert way.name == "path of the bytes on GPUs"
     (failed,) = check(device="no-device")
     assert (failed.name, failed.status) == ("self-transfer on GPUs", FAIL)
+
+
+@pytest.mark.parametrize(
+    ("mapped", "problem", "status", "found"),
+    [
+        (True, "", OK, "mapped: 300.00 GB/s; every byte compared"),
+        (False, "it is in another container", WARN, "not mapped: it is in another container"),
+        (False, "", WARN, "not mapped: there is no device memory"),
+    ],
+)
+def test_memory_is_mapped_or_the_doctor_says_why_not(mapped: bool, problem: str, status: Status, found: str) -> None:
+    finding = judge_mapping("memory mapped on GPUs", mapped, problem, 300e9)
+    assert (finding.status, finding.found) == (status, found)
+
+
+@pytest.mark.thorough
+@pytest.mark.nixl
+@pytest.mark.timeout(300)
+def test_two_processes_map_memory_or_say_why_not() -> None:
+    """Thorough: see `test_memory_is_mapped_or_the_doctor_says_why_not` of this file."""
+    assert check_mapped_transfer("mapped", "cpu").found == "not mapped: there is no device memory"
+    assert check_mapped_transfer("mapped", "no-device").status == WARN
 
 
 def test_a_machine_without_gpus_loads_nothing_of_this(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("experiments")
     group.addoption("--only", default="", metavar="E2,...", help="these experiments; all if left out")
     group.addoption("--out", type=Path, default=default_out(), help="a folder for results; $OUT or build/gpu")
-    group.addoption("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: small, a trial of the code only")
+    group.addoption("--device", choices=("cuda", "cpu", "standin"), default="cuda", help="others: small, trials")
     group.addoption("--total-s", type=float, default=570.0, help="how long all may take together")
 
 
@@ -79,7 +79,7 @@ def default_out() -> Path:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    times = CPU_TIMES if config.getoption("--device", "cuda") == "cpu" else 1
+    times = 1 if config.getoption("--device", "cuda") == "cuda" else CPU_TIMES
     config.stash[UNTIL_S] = time.monotonic() + times * config.getoption("--total-s", 570.0)
     config.stash[RECORDS] = []
 
@@ -117,7 +117,7 @@ def without(device: str, *, only_cuda: bool) -> str:
     """Return the reason why an experiment cannot run, or an empty text."""
     import torch
 
-    if device == "cpu":
+    if device != "cuda":
         return "needs a CUDA device" if only_cuda else ""
     if torch.version.cuda is None:
         return f"needs a CUDA device: torch {torch.__version__} is built without CUDA"

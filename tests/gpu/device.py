@@ -45,7 +45,37 @@ class Device(Protocol):
 
 def open_device(kind: str, *, own_stream: bool = False) -> Device:
     """`own_stream`: work is launched on a non-blocking stream in place of the default one; only CUDA has them."""
+    if kind.startswith("standin"):
+        return StandInDevice(kind)
     return HostDevice() if kind == "cpu" else CudaDevice(kind, own_stream)
+
+
+class StandInDevice:
+    """The stand-in accelerator of `tests/accelerator`, which computes later, too, and can map memory."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._stream = torch.Stream(kind)
+        torch.accelerator.synchronize(kind)
+
+    def launch(self, work: Callable[[], None], delay_s: float = 0.0) -> DeviceEvent:
+        event = torch.Event(self._kind)
+        with self._stream:
+            work()
+            event.record(self._stream)
+        return event
+
+    def busy(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def make_step(self) -> Callable[[], None]:
+        return HostDevice.make_step(HostDevice())
+
+    def wait(self) -> None:
+        torch.accelerator.synchronize(self._kind)
+
+    def close(self) -> None:
+        self.wait()
 
 
 class CudaDevice:

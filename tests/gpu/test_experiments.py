@@ -1,4 +1,4 @@
-"""E0 to E12, the most valuable first. The expected speeds are for one H100 or H200 that both processes share."""
+"""E0 to E15, the most valuable first. The expected speeds are for one H100 or H200 that both processes share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -211,6 +211,112 @@ def test_leases_that_end_under_their_loads(found: Found) -> None:
     found.add("succeeded", fresh, least=1)
     found.add("failed", gone, least=1)
     found.add("succeeded with other bytes", wrong, equals=0, always=True)
+
+
+MAPPED = {"cuda_ipc": True}
+PIECES: dict[str, dict[str, Any]] = {
+    "4K": {"kv_heads": 1, "kv_first": True},
+    "32K": {"kv_first": True},
+    "512K": {"across_layers": True},
+}
+"""Shapes of pools of eight layers, by the size of a block's pieces."""
+
+
+@experiment("E13", 120)
+def test_memory_that_is_mapped(found: Found) -> None:
+    """One batch of copies from the producer's mapped memory against NIXL's reads, in turns."""
+    sizes = found.size((16, 64, 256, 1024), (1, 4))
+    least = {("32K", 256): 300, ("512K", 256): 600}
+    for label, shape in PIECES.items():
+        pool = sized(8, 2 * sizes[-1] * MIB, **shape)
+        for way, config in (("NIXL", {}), ("mapped", MAPPED)):
+            if found.left_s() < 12:
+                return
+            with engines(*specs(found.device, pool, **config), GET_ZCOPY if found.on_cuda else {}) as pair:
+                one = statistics.median(pair.times(f"{label} {way} one block", 1, found.size(50, 5))) * 1e6
+                most = 250 if (label, way) == ("512K", "mapped") else None
+                found.add(f"{label} {way}: one block of {pool.block_bytes >> 10} KiB, us", one, most=most)
+                for size in sizes:
+                    count = pool.blocks_for(size * MIB)
+                    speed = gb_per_s(count * pool.block_bytes, pair.times(f"{label} {way} {size}", count, REPEATS))
+                    bound = least.get((label, size)) if config else None
+                    found.add(f"{label} {way} {size} MB: GB/s", speed, least=bound)
+                add_mapping(found, f"{label} {way}", pair, mapped=bool(config))
+
+
+def add_mapping(found: Found, label: str, pair: Pair, *, mapped: bool) -> None:
+    """Record whether the reader has mapped the producer's memory, or why not."""
+    transport = pair.reader.call("statistics")["transport"]
+    found.add(f"{label}: mapped peers", transport["mapped_peers"], equals=int(mapped), always=found.device != "cpu")
+    found.add(f"{label}: not mapped, because", transport["mapping_problem"], equals="", always=True)
+
+
+@experiment("E14", 60)
+def test_steps_and_cancelled_loads_beside_mapped_memory(found: Found) -> None:
+    """The cost of batches for an engine that computes on two streams beside them, and the time from cancel to safe."""
+    pool = PoolShape(layers=8, blocks=found.size(1024, 32), kv_first=True)
+    count, steps = pool.blocks // 2, found.size(1000, 100)
+    with engines(*specs(found.device, pool, **MAPPED)) as pair:
+        pair.hand_over("first", range(count), range(count)).succeeded()
+        add_steps(found, pair, found.size(150, 10), count, steps)
+        pair.reader.call("set_busy", busy=True)  # the default stream, beside the stream of the steps
+        add_steps(found, pair, found.size(150, 10), count, steps, beside="a busy stream, ")
+        pair.reader.call("set_busy", busy=False)
+        seconds = []
+        for turn in range(found.size(30, 5)):
+            name, ids = f"cancelled {turn}", scattered_ids(turn, pool.blocks, count)
+            loading = pair.reader.start("load", **request(name, pair.offer(name, ids), ids))
+            with suppress(EngineError):  # the load may be over
+                pair.reader.call("cancel", request_id=name)
+            start_s = time.perf_counter()
+            pair.ended(loading, start_s)
+            seconds.append(time.perf_counter() - start_s)
+        found.add("cancel to safe: median ms", statistics.median(seconds) * 1e3, most=10)
+        add_mapping(found, "steps", pair, mapped=True)
+        pair.producer.call("revoke_all")
+
+
+def add_steps(found: Found, pair: Pair, turns: int, count: int, steps: int, beside: str = "") -> None:
+    alone = pair.reader.start("steps", count=steps).result(STEPS_S)["seconds"]
+    offers = []
+    for turn in range(turns):
+        name, ids = f"{beside}beside {turn}", scattered_ids(turn, pair.pool.blocks, count)
+        offers.append(request(name, pair.offer(name, ids), ids))
+    stepping = pair.reader.start("steps", count=steps, loads=offers, pause_s=0.1).result(STEPS_S)
+    for percent, most in ((50, 1.02), (99, 1.1)):
+        both = [percentile(seconds, percent) * 1e3 for seconds in (alone, stepping["seconds"])]
+        found.add(f"{beside}p{percent} alone, ms", both[0])
+        found.add(f"{beside}p{percent} beside loads / alone", both[1] / both[0], most=None if beside else most)
+    found.add(f"{beside}loads that failed", sum(map(bool, stepping["errors"])), equals=0, always=True)
+
+
+@experiment("E15", 60)
+def test_mapped_memory_is_free_when_the_peer_is_forgotten(found: Found) -> None:
+    """A producer ends, is killed, and is forgotten; its memory, of 8 GiB, is free each time."""
+    pool = sized(found.size(32, 4), found.size(8 << 10, 64) * MIB)
+    producer, reader = specs(found.device, pool, **MAPPED)
+    small = replace(pool, blocks=max(2, pool.blocks // 64))
+    reader = replace(reader, pool=small)
+    every = range(small.blocks)
+    with engines(producer, reader) as pair:
+        pair.hand_over("first", every, every).succeeded()
+        add_mapping(found, "first", pair, mapped=True)
+        both = memory_used_mib()
+        found.add("memory used by both, MiB", both)
+        ticket, late = pair.offer("cut off", every), pair.offer("too late", every)
+        loading = pair.reader.start("load", **request("cut off", ticket, every))
+        pair.producer.kill()
+        found.add("load under the kill", pair.ended(loading, time.perf_counter()).error or "succeeded")
+        end = pair.load("too late", late, every)
+        found.add("load after the kill", end.error or "succeeded", has="Failed" if found.on_cuda else None)
+        found.add("forgotten", pair.reader.call("forget", engine_id="producer"), equals=True, always=True)
+        time.sleep(found.size(1.0, 0.0))  # the driver takes a moment to clear up
+        after = memory_used_mib()
+        freed = None if both is None or after is None else both - after
+        found.add("freed by the kill and forget_peer, MiB", freed, least=found.size(8 << 10, None))
+        (again,) = pair.engines.start(replace(producer, engine_id="producer-again", pool=small))
+        error = replace(pair, producer=again, pool=small).hand_over("again", every, every).error
+        found.add("load from a new producer", error or "succeeded", equals="succeeded", always=True)
 
 
 @experiment("E2", 70)

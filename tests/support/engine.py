@@ -60,7 +60,7 @@ class EngineSetup:
     steered: bool = False
     """True if the test moves the engine's time forward (`SteeredLoop`)."""
     device: str = "cpu"
-    """Device of the cache: cpu or cuda."""
+    """Device of the cache: cpu, cuda or standin."""
     own_stream: bool = False
     """True to compute on another CUDA stream than the default stream."""
     first_head: int = 0
@@ -72,6 +72,19 @@ class EngineSetup:
 @contextlib.asynccontextmanager
 async def open_engine(setup: EngineSetup, brake: Connection | None = None) -> AsyncIterator[Engine]:
     """Open an engine and register its cache."""
+    if setup.device.startswith("standin"):
+        from tests.accelerator.mapping import mapping  # it needs a compiler
+
+        with mapping():
+            async with open_on_device(setup, brake) as engine:
+                yield engine
+    else:
+        async with open_on_device(setup, brake) as engine:
+            yield engine
+
+
+@contextlib.asynccontextmanager
+async def open_on_device(setup: EngineSetup, brake: Connection | None) -> AsyncIterator[Engine]:
     device = open_device(setup.device, own_stream=setup.own_stream)
     pool = Pool(setup.pool, setup.device, setup.fill)
     device.wait()

@@ -6,16 +6,14 @@ difference between two engines in one process and in two.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvflow.core.cache.regions import Device, Span
-from kvflow.transport.device.cache_device import is_rocm
-from kvflow.transport.device.cuda import DriverError
+from kvflow.core.cache.regions import Span
 
-Addresses = npt.NDArray[np.uint64]
+Addresses: TypeAlias = npt.NDArray[np.uint64]
 
 
 class Mapper(Protocol):
@@ -50,16 +48,3 @@ class Mapper(Protocol):
 
         Raises if copies have failed. The device then runs no further copy of this process.
         """
-
-
-def make_mapper(where: Device) -> Mapper:
-    """Return a `Mapper` for memory on the device `where`. Call this on the thread that uses it.
-
-    Raises:
-        DriverError: Memory of this kind of device cannot be mapped.
-    """
-    if where.kind != "cuda" or is_rocm():
-        raise DriverError(f"memory on {where.kind} cannot be mapped by other processes, only on NVIDIA's GPUs")
-    from kvflow.transport.device.cuda_mapper import CudaMapper  # loads the driver
-
-    return CudaMapper(where)

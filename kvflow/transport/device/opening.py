@@ -1,10 +1,13 @@
-"""Which `CacheDevice` a cache gets. torch and the driver are imported for other devices than the CPU alone."""
+"""Which `CacheDevice` a cache gets, and which `Mapper`. torch and the driver are imported only for devices that need
+them.
+"""
 
 from __future__ import annotations
 
 from kvflow.core.cache.regions import Device
 from kvflow.errors import ConfigError
 from kvflow.transport.device.cache_device import CacheDevice, is_rocm
+from kvflow.transport.device.mapper import Mapper
 
 _WITHOUT_STREAMS = (
     "a cache on {name}: this torch ({version}) has no streams and events for {kind!r}, so kvflow cannot copy its "
@@ -38,3 +41,16 @@ def make_device(where: Device, *, engine_copies: bool) -> CacheDevice:
         name = f"{where.kind}:{where.number}"
         text = _WITHOUT_STREAMS.format(name=name, kind=where.kind, version=torch.__version__, error=error)
         raise ConfigError(text) from error
+
+
+def make_mapper(where: Device) -> Mapper:
+    """Return what maps memory on the device `where` between processes. Call this on the agents' thread.
+
+    Raises:
+        ConfigError: memory of this kind of device cannot be mapped.
+    """
+    if where.kind != "cuda" or is_rocm():
+        raise ConfigError(f"memory on {where.kind!r} cannot be mapped by other processes, only memory of NVIDIA's GPUs")
+    from kvflow.transport.device.cuda_mapper import CudaMapper
+
+    return CudaMapper(where)

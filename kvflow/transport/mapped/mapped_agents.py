@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 from kvflow.checks import counted
 from kvflow.core.cache.regions import HOST, Device, Span
 from kvflow.core.plan.descriptors import Descriptors
+from kvflow.errors import ConfigError
 from kvflow.logs import logger_of
-from kvflow.transport.base import AgentName, Event, MemoryUse, PostedRead, ReadEnded
-from kvflow.transport.device.mapper import Mapper, make_mapper
+from kvflow.transport.base import AgentName, Event, MemoryUse, PostedRead, ReadEnded, TransportError
+from kvflow.transport.device.mapper import Mapper
+from kvflow.transport.device.opening import make_mapper
 from kvflow.transport.mapped.mapped_peer import HostRead, MappedPeer
 from kvflow.transport.mapped.shared_memory import (
     AddressMap,
@@ -44,8 +46,11 @@ class MappedAgents:
         self._nixl = nixl
         self._name = name
         self._put_event = put_event
+        self.mapping_problem = ""
+        """Why memory was not mapped, at last; "" if all was that peers on this machine share."""
         self._mapper: Mapper | None = None
         self._kind = ""
+        """Kind of the device with memory to share or to read into; "" before it is registered."""
         self._served: list[Span] = []
         self._served_host: list[Span] = []
         self._targets: list[Span] = []
@@ -69,12 +74,12 @@ class MappedAgents:
         if device.kind == HOST.kind:
             self._served_host += spans if MemoryUse.SERVED in use else ()
             return
-        if self._mapper is None:
+        if not self._kind:
+            self._kind = device.kind
             try:
-                self._mapper, self._kind = make_mapper(device), device.kind
-            except RuntimeError as error:
-                logger.info("agent %s: no device memory is mapped, reads go by NIXL: %s", self._name, error)
-                return
+                self._mapper = make_mapper(device)
+            except (ConfigError, RuntimeError) as error:
+                self._note_problem("no device memory is mapped, NIXL reads it", error)
         self._served += spans if MemoryUse.SERVED in use else ()
         if MemoryUse.READ_INTO in use:
             self._targets += spans
@@ -99,8 +104,8 @@ class MappedAgents:
                 ),
                 host_metadata=self._nixl.host_metadata(self._served_host),
             )
-        except (RuntimeError, NotMappable) as error:
-            logger.info("agent %s: peers cannot map its device memory, they read by NIXL: %s", self._name, error)
+        except (RuntimeError, TransportError) as error:
+            self._note_problem("peers cannot map its device memory, NIXL reads it", error)
             return b""
         return encode(shared)
 
@@ -119,7 +124,7 @@ class MappedAgents:
                 mapped.close()
             raise
         if why is not None and not isinstance(why, OnOtherMachine):
-            logger.info("agent %s: %s is not mapped, NIXL reads it: %s", self._name, name, why)
+            self._note_problem(f"{name} is not mapped, NIXL reads it", why)
         if mapped is not None and name in self._peers:  # added by a call that was given up
             mapped.close()
         elif mapped is not None:
@@ -167,6 +172,10 @@ class MappedAgents:
         if seen or now_s < self._spin_until_s:
             return 0.0
         return min(idle_s, pause_s(now_s - self._last_end_s))
+
+    def _note_problem(self, what: str, error: Exception) -> None:
+        self.mapping_problem = str(error)
+        logger.info("agent %s: %s: %s", self._name, what, error)
 
     def close(self) -> None:
         """Unmap the memory of all peers, and close NIXL's agents. The call is illegal while `busy`."""

@@ -13,11 +13,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
+from kvflow.checks import printable
 from kvflow.core.cache.regions import Span
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.transport.base import PeerGone, PostedRead, TransportError
 from kvflow.transport.device.mapper import Mapper
 from kvflow.transport.mapped.shared_memory import AddressMap, NotMappable, SharedMemory, WatchedProcess
+
+_TEXT_CHARS_MAX = 80
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +50,7 @@ class MappedPeer:
         NotMappable if this process cannot map it, or if it is not as large as the peer says.
         """
         if shared.kind != kind:
-            raise NotMappable(f"kind of device: ours {kind}, theirs {shared.kind}")
+            raise NotMappable(f"kind of device: ours {kind}, theirs {printable(shared.kind, _TEXT_CHARS_MAX)}")
         self._mapper = mapper
         self._process = WatchedProcess(shared.process)
         self._opened: list[int] = []
@@ -127,7 +130,7 @@ class MappedPeer:
 
     def close(self) -> None:
         """Unmap the memory, so that the peer can free it. Illegal while a batch is under way."""
-        assert not self.queue, f"memory is unmapped under {len(self.queue)} reads"
+        assert not self.queue, "memory is unmapped under a running read"
         self._process.close()
         for address in self._opened:
             with suppress(RuntimeError):  # a device in error has unmapped nothing less

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from kvflow.checks import printable
 from kvflow.core.bounds import Name, Size
 from kvflow.core.cache.regions import Span, UInt64Array
 from kvflow.core.protocol.messages import AGENT_METADATA_BYTES_MAX, REGIONS_MAX
@@ -26,6 +27,7 @@ from kvflow.transport.base import TransportError
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _START_FIELD = 19  # of /proc/PID/stat behind the name, which may hold spaces: when the process began
 _HANDLE_BYTES_MAX = 512
+_TEXT_CHARS_MAX = 80
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,9 +122,8 @@ class WatchedProcess:
         if process.machine != own.machine:
             raise OnOtherMachine("it runs on another machine")
         if process.namespace != own.namespace:
-            raise NotMappable(
-                f"it is in another container: process namespace {process.namespace}, ours {own.namespace}"
-            )
+            theirs = printable(process.namespace, _TEXT_CHARS_MAX)
+            raise NotMappable(f"it is in another container: process namespace {theirs}, ours {own.namespace}")
         try:
             self._file = os.pidfd_open(process.pid)
         except OSError as error:

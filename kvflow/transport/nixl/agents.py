@@ -98,8 +98,8 @@ class _Request:
 class NixlAgents:
     """The serving and the reading NIXL agent, and the reads in flight. Only the thread `kvflow-agent` uses them."""
 
-    mapped_peers = 0
-    """Number of peers with device memory that is mapped into this process; these agents map none."""
+    mapped_peers, mapping_problem = 0, ""
+    """As of `MappedAgents`: these agents map nothing."""
 
     def __init__(
         self, config: Config, name: str, put_event: Callable[[Event], None], has_jobs: Callable[[], bool]
@@ -195,9 +195,12 @@ class NixlAgents:
 
     def host_metadata(self, spans: Sequence[Span]) -> bytes:
         """Return the metadata of only `spans`, registered host memory that peers read."""
-        rows = [(span.address, span.size_bytes, 0, "") for span in spans]
+        rows, agent = [(span.address, span.size_bytes, 0, "") for span in spans], self._serving
         served = self._bindings.nixlRegDList(self._memory_kinds[HOST.kind], rows)
-        return bytes(self._serving.native.getLocalPartialMD(served, True, self._serving.backends))
+        try:
+            return bytes(agent.native.getLocalPartialMD(served, True, agent.backends))
+        except self._errors as error:
+            raise TransportError(f"NIXL does not describe the host memory alone: {error}") from error
 
     def device_memory(self) -> bytes:
         """Return b"": NIXL's agents map nothing."""

@@ -183,6 +183,7 @@ class NixlTransport:
             listeners_lost=sum(agents.listeners_lost) if agents else 0,
             unreachable=agents is not None and agents.unreachable,
             mapped_peers=self._readers.mapped_peers if agents else 0,
+            mapping_problem=self._readers.mapping_problem if agents else "",
         )
 
     def _require_open(self) -> tuple[OwnerThread, NixlAgents]:

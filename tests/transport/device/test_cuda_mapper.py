@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow.core.cache.regions import HOST, Device, Span
+from kvflow.errors import ConfigError
 from kvflow.transport.device import cuda_mapper
 from kvflow.transport.device.cache_device import CacheDevice
 from kvflow.transport.device.cuda import CudaDriver, DriverError
 from kvflow.transport.device.cuda_mapper import CudaMapper, copy_by_kernels
-from kvflow.transport.device.mapper import make_mapper
+from kvflow.transport.device.opening import make_mapper
 
 OWN, OPENED, SIZE = 0x7000_0000, 0x9000_0000, 1 << 20
 HANDLE = bytes(range(64))
@@ -181,7 +182,7 @@ def test_an_event_is_forgotten_when_it_has_happened_or_failed() -> None:
 
 
 def test_only_cuda_is_mapped() -> None:
-    with pytest.raises(DriverError, match="memory on npu cannot be mapped"):
+    with pytest.raises(ConfigError, match="memory on 'npu' cannot be mapped"):
         make_mapper(Device("npu", 0))
 
 
