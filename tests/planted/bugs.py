@@ -22,6 +22,7 @@ class Bug(NamedTuple):
 
 
 RUNTIME, CORE, STOCK = "tests/runtime/test_", "tests/core/", "tests/stock/test_"
+MAPPING = "tests/accelerator/test_mapping.py::"
 
 BUGS: dict[str, Bug] = {
     # --- leases
@@ -128,6 +129,50 @@ BUGS: dict[str, Bug] = {
         "max(now_s - counted_s, 0.0) * self._requests_per_s",
         "abs(now_s - counted_s) * self._requests_per_s",
         (CORE + "policy/test_rate_limit.py",),
+    ),
+    # --- mapped memory of a device
+    "a seal is read before the batch that it vouches for": Bug(
+        "        elif peer in self._reading:",
+        "        elif False:",
+        (MAPPING + "test_host_memory_is_read_once_the_batches_before_have_ended",),
+    ),
+    "a batch has ended when it is posted": Bug(
+        "                if not self._mapper.has_happened(batch.event):\n                    return False",
+        "                self._mapper.has_happened(batch.event)",
+        (
+            MAPPING + "test_a_batch_that_fails_is_the_reads_error",
+            MAPPING + "test_a_load_is_reported_when_its_batch_has_run",
+        ),
+    ),
+    "a batch that was refused has ended": Bug(
+        'batch.error = TransportError(f"the device refuses a batch of copies: {error}")',
+        'batch.error = TransportError(f"the device refuses a batch of copies: {error}")\n                return',
+        (MAPPING + "test_a_batch_that_is_refused_ends_when_what_was_queued_of_it_has",),
+    ),
+    "memory stays mapped when its peer is forgotten": Bug(
+        "            self._peers[name].close()\n            del self._peers[name]",
+        "            del self._peers[name]",
+        (MAPPING + "test_memory_is_mapped_as_long_as_the_peer_is_added",),
+    ),
+    "bytes of a process that has ended are good": Bug(
+        "        if batch.error is None and self._process.has_ended:",
+        "        if False:",
+        (MAPPING + "test_a_process_that_has_ended_is_an_error_and_never_a_byte",),
+    ),
+    "nixl maps what is mapped already": Bug(
+        "MappedPeer(self._mapper, self._kind, shared), shared.host_metadata",
+        "MappedPeer(self._mapper, self._kind, shared), metadata",
+        (MAPPING + "test_nixl_knows_nothing_of_memory_that_is_mapped",),
+    ),
+    "an allocation is as large as its owner says": Bug(
+        "            if opened.size_bytes < allocation.size_bytes:",
+        "            if False:",
+        (MAPPING + "test_memory_that_cannot_be_mapped_is_read_by_nixl",),
+    ),
+    "unregistering waits for no reader": Bug(
+        "        if removal is None or not goodbye.awaits_removal:",
+        "        if True:",
+        (MAPPING + "test_unregistering_waits_until_readers_have_unmapped",),
     ),
     # --- handshakes and incarnations
     "metadata is not held against its checksum": Bug(

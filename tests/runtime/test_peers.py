@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import zlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
@@ -281,14 +282,28 @@ async def test_no_flipped_bit_of_agent_metadata_reaches_the_transport(pair: Scri
     assert pair.agents == 1
 
 
+async def test_no_flipped_bit_of_device_memory_reaches_the_transport(pair: ScriptedPair) -> None:
+    """A handle with a wrong bit may stand for other memory, of which a seal would say that it is right."""
+    lease, true = pair.offer([3]), b"\x00handles\xff"
+    for bit in range(len(true) * 8):
+        flipped = bytearray(true)
+        flipped[bit // 8] ^= 1 << (bit % 8)
+        values = {"device_memory": bytes(flipped), "device_memory_crc32": zlib.crc32(true)}
+        pair.answer(lambda reply, values=values: msgspec.structs.replace(reply, **values))
+        await pair.fails(ProtocolError, lease, match=r"device memory checksum: computed 0x.*, sent 0x")
+        assert pair.agents == 0
+        pair.clock.advance(pair.peer.retry_after_s)
+    await pair.load(lease)
+
+
 @in_virtual_time
 async def test_a_handshake_that_ends_while_the_transport_adds_the_agent_leaves_no_trace() -> None:
     async with scripted_pair(replace(PATIENT, handshake_timeout_s=0.05), virtual=True) as pair:
         lease = pair.offer([3])
         add_peer = pair.transport.add_peer
 
-        async def add_and_stall(metadata: bytes) -> object:
-            await add_peer(metadata)
+        async def add_and_stall(*metadata: bytes) -> object:
+            await add_peer(*metadata)
             return await asyncio.get_running_loop().create_future()
 
         pair.transport.add_peer = add_and_stall  # type: ignore[method-assign,assignment]
