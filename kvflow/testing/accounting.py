@@ -93,3 +93,4 @@ def assert_closed(statistics: RuntimeStatistics) -> None:
     transport = statistics.transport
     left = (statistics.tasks, transport.open_peers, transport.open_spans, transport.open_threads, len(statistics.peers))
     assert left == (0, 0, 0, 0, 0), f"left behind (tasks, peers, spans, threads, peer objects): {left}"
+    assert transport.mapped_peers == 0, f"memory is still mapped: {transport}"

@@ -110,6 +110,9 @@ class StandInMapper:
             del self._events[event]
         return happened
 
+    def wait(self) -> None:
+        self._stream.synchronize()
+
 
 class ReachingAgents(NixlAgents):
     """NIXL's agents, for which memory of the stand-in is where its bytes are."""

@@ -23,6 +23,7 @@ from kvflow.core.cache.regions import HOST, Device, Span
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.errors import LeaseExpired, TransferFailed
 from kvflow.limits import Limits
+from kvflow.testing import assert_quiet
 from kvflow.transport.base import AgentName, Event, MemoryUse, PeerGone, PostedRead, ReadEnded, TransportError
 from kvflow.transport.device.cuda import DriverError
 from kvflow.transport.device.mapper import Addresses
@@ -32,7 +33,7 @@ from kvflow.transport.nixl.loop import NixlTransport
 from tests.accelerator.mapping import StandInMapper, mapping
 from tests.accelerator.sides import HERE, LAYERS, OURS, THERE, TOKENS, Engine, Side, Site, assert_right, finish
 from tests.accelerator.standin import StandIn
-from tests.support.tests_support import WAIT_S, until
+from tests.support.tests_support import WAIT_S, turns, until
 
 pytestmark = [pytest.mark.nixl, pytest.mark.usefixtures("standin")]
 
@@ -196,25 +197,37 @@ async def test_a_batch_that_is_refused_ends_when_what_was_queued_of_it_has(
         assert "the rest is refused" in str(reader.ended[0].error)
 
 
-@pytest.mark.parametrize("event", [None, 0])
-async def test_a_device_that_makes_no_event_ends_reads_in_their_order(
-    standin: StandIn, monkeypatch: pytest.MonkeyPatch, event: int | None
+async def test_a_device_that_refuses_ends_reads_in_their_order(
+    standin: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> int:
-        raise DriverError("no event")
+    def refuse(*_: object) -> None:
+        raise DriverError("no batches")
 
     async with ranks() as (reader, writer, peer):
         with standin.held():
             first = reader.read(peer, writer)
             await reader.steps()
-            monkeypatch.setattr(StandInMapper, "record" if event is None else "copy", refuse)
+            monkeypatch.setattr(StandInMapper, "copy", refuse)
             second = reader.read(peer, writer)
             await reader.steps()
             assert reader.ended == []
         await until(lambda: len(reader.ended) == 2)
         assert [one.read for one in reader.ended] == [first, second]
-        assert (reader.ended[0].error, "no event" in str(reader.ended[1].error)) == (None, True)
-        finish()
+        assert (reader.ended[0].error, "no batches" in str(reader.ended[1].error)) == (None, True)
+
+
+async def test_copies_without_an_event_are_waited_for(standin: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> int:
+        raise DriverError("no event")
+
+    monkeypatch.setattr(StandInMapper, "record", refuse)
+    async with ranks() as (reader, writer, peer):
+        with standin.held():
+            reader.read(peer, writer)
+            await until(standin.waiting)
+            assert reader.ended == []
+        await until(lambda: reader.ended)
+        assert ("no event" in str(reader.ended[0].error), bytes_of(reader.memory)) == (True, [7])
 
 
 async def test_a_process_that_has_ended_is_an_error_and_never_a_byte(
@@ -395,6 +408,25 @@ async def test_a_cancelled_load_ends_when_its_event_has(standin: StandIn) -> Non
         await settled
         assert consumer.runtime.quarantines == ()
         lease.revoke()
+
+
+@pytest.mark.parametrize("steps", range(1, 60, 7))
+async def test_a_load_that_is_cancelled_anywhere_leaves_nothing(standin: StandIn, steps: int) -> None:
+    async with engines() as (producer, consumer):
+        await consumer.load(first := producer.serve())
+        await first
+        lease = producer.serve()
+        load = asyncio.ensure_future(consumer.load(lease))
+        await turns(steps)
+        load.cancel()
+        await asyncio.wait([load])
+        if load.cancelled():
+            await until(lambda: not consumer.runtime.statistics().transport.open_reads)
+            lease.revoke()
+        await lease
+        for engine in (producer, consumer):
+            await until(lambda engine=engine: not engine.runtime.statistics().serving.open_leases)
+            assert_quiet(engine.runtime.statistics())
 
 
 async def _outcome(load: Any) -> None:

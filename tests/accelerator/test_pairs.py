@@ -61,6 +61,28 @@ async def test_layouts_and_block_sizes_differ(standin: StandIn, places: str, pro
 
 
 @pytest.mark.nixl
+@pytest.mark.parametrize("consumer", SHAPES)
+@pytest.mark.parametrize("producer", SHAPES)
+async def test_mapped_layouts_and_block_sizes_differ(standin: StandIn, producer: str, consumer: str) -> None:
+    """What one list of descriptors says, one batch copies, however small its pieces are."""
+    never = {"scratch": "never"}
+    async with Site("mapped") as site:
+        engines = await site.pair(
+            replace(SHAPES[producer], device=HERE, settings=never),
+            replace(SHAPES[consumer], device=THERE, settings=never),
+        )
+        theirs, ours = (ids(engine, seed) for seed, engine in enumerate(engines))
+        with standin.held():
+            load = asyncio.ensure_future(engines[1].load(engines[0].serve(theirs, num_tokens=TOKENS), ours))
+            await until(lambda: load.done() or engines[1].runtime.statistics().transport.open_reads)
+            assert not load.done()
+        assert (await load).tokens == TOKENS
+        found = engines[1].seen()
+        finish()
+        assert_loaded(found, ours, engines[0].seen(), theirs, num_tokens=TOKENS)
+
+
+@pytest.mark.nixl
 @pytest.mark.parametrize("places", ["device to host", "host to device"])
 async def test_a_wide_cache_and_a_narrow_one_over_nixl(standin: StandIn, places: str) -> None:
     there, here = (PLACES[place] for place in places.split(" to "))

@@ -240,6 +240,10 @@ class CudaDriver:
             raise DriverError(f"CUDA driver: cuEventQuery failed with error {result}")
         return True
 
+    def synchronize(self, stream: int) -> None:
+        """Wait until all work that is queued on the stream with the handle `stream` has ended."""
+        self._call("cuStreamSynchronize", ctypes.c_void_p(stream))
+
     def flush(self) -> None:
         """Wait until the device sees all data that NICs have written to its memory."""
         self._call("cuFlushGPUDirectRDMAWrites", ctypes.c_int(_CURRENT_CONTEXT), ctypes.c_int(_TO_OWNER))

@@ -69,6 +69,9 @@ class CudaMapper:
     def has_happened(self, event: int) -> bool:
         return self._driver.has_happened(event)
 
+    def wait(self) -> None:
+        self._driver.synchronize(self._stream)
+
 
 def copy_by_kernels(device: CacheDevice, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
     """Queue copies of `sizes[i]` bytes from `sources[i]` to `targets[i]` by gather and scatter kernels of torch.

@@ -48,3 +48,6 @@ class Mapper(Protocol):
 
         Raises if copies have failed. The device then runs no further copy of this process.
         """
+
+    def wait(self) -> None:
+        """Wait until all queued copies have run. For use where `record` fails."""

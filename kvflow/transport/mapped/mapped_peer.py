@@ -25,7 +25,7 @@ _TEXT_CHARS_MAX = 80
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """A read by one batch of copies. `event`: recorded behind the copies; None if nothing was queued."""
+    """A read by one batch of copies. `event`: recorded behind the copies; None if no copy is under way."""
 
     read: PostedRead
     event: int | None = None
@@ -101,11 +101,12 @@ class MappedPeer:
                 self._mapper.copy(local, sources, sizes.copy())
             except RuntimeError as error:
                 batch.error = TransportError(f"the device refuses a batch of copies: {error}")
-            # Also after an error: some of the copies may run.
-            try:
+            try:  # also after an error: some of the copies may run
                 batch.event = self._mapper.record()
             except RuntimeError as error:
                 batch.error = batch.error or TransportError(f"the device refuses an event: {error}")
+                with suppress(RuntimeError):  # else it runs nothing any more
+                    self._mapper.wait()
         batch.post_s = time.monotonic() - started_s
 
     def take_ended(self) -> Iterator[Batch | HostRead]:
@@ -133,6 +134,6 @@ class MappedPeer:
         assert not self.queue, "memory is unmapped under a running read"
         self._process.close()
         for address in self._opened:
-            with suppress(RuntimeError):  # a device in error has unmapped nothing less
+            with suppress(RuntimeError):  # of a device in error, which frees all when the process ends
                 self._mapper.close(address)
         self._opened.clear()

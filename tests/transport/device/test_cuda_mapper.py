@@ -77,6 +77,7 @@ CALLS: dict[str, Any] = {
     "cuEventQuery": lambda library, *_: library.event,
     "cuEventDestroy_v2": lambda *_: 0,
     "cuMemcpyBatchAsync": lambda *_: 0,
+    "cuStreamSynchronize": lambda *_: 0,
 }
 
 
@@ -179,6 +180,8 @@ def test_an_event_is_forgotten_when_it_has_happened_or_failed() -> None:
     with pytest.raises(DriverError, match="cuEventRecord failed with error 400"):
         mapper.record()
     assert sum(call == ("cuEventDestroy_v2", event) for call in library.calls) == 3
+    mapper.wait()
+    assert library.calls[-1] == ("cuStreamSynchronize", STREAM)
 
 
 def test_only_cuda_is_mapped() -> None:
