@@ -1,5 +1,6 @@
-"""Which `CacheDevice` a cache gets, and which `Mapper`. torch and the driver are imported only for devices that need
-them.
+"""Which `CacheDevice` a cache gets, and which `Mapper`.
+
+torch and the driver are imported for other devices than the CPU alone.
 """
 
 from __future__ import annotations
