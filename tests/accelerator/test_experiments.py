@@ -19,8 +19,9 @@ pytestmark = pytest.mark.nixl
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["E3", "E6", "E7", "E8", "E13", "E14", "E15"])
 def test_experiments_that_need_engines_only(standin: StandIn, tmp_path: Path, name: str) -> None:
-    """Thorough: see `test_memory_of_a_process_that_was_killed_is_an_error_and_free` of
-    `accelerator/test_processes.py`.
+    """Those of NIXL alone do not reach the stand-in.
+
+    Thorough: see `test_memory_of_a_process_that_was_killed_is_an_error_and_free` of `accelerator/test_processes.py`.
     """
     code, lines, said = run_experiments(tmp_path, "--device", "standin", "--only", name, "tests/gpu")
     assert (code, [line["ending"] for line in lines]) == (0, ["passed"]), said
