@@ -125,11 +125,17 @@ class ProducingRequests:
             Decline(serve_id=pending.request_id, reason=reason, waiting_at=pending, instead=instead)
         )
 
-    def build_step(self, scheduled: Mapping[str, int], preempted: Iterable[str], block_ids: TablesOf) -> Step:
+    def build_step(
+        self,
+        scheduled: Mapping[str, int],
+        preempted: Iterable[str],
+        block_ids: TablesOf,
+        cached: Mapping[str, int],
+    ) -> Step:
         """Return the workers' work in this engine step for prompts that are offered to readers.
 
-        `scheduled` has each request's total of computed tokens after the step. `preempted` are the ids of requests that
-        have lost their blocks. `block_ids` returns a request's blocks.
+        `scheduled` has each request's total of computed tokens after the step, `cached` the total before it, if known.
+        `preempted` are the ids of requests that have lost their blocks. `block_ids` returns a request's blocks.
         """
         for request_id in preempted:
             self._preempt(request_id)
@@ -138,7 +144,7 @@ class ProducingRequests:
             if request is not None:
                 late = request.complete and request.num_prompt_tokens > 0
                 request.num_computed_tokens = computed
-                self._open_or_extend(request, block_ids, late=late)
+                self._open_or_extend(request, block_ids, late=late, cached=cached.get(request_id, 0))
         self._recall_prompts_with_lost_blocks(block_ids)
         step, self._next_step = self._next_step, Step()
         return step
@@ -269,11 +275,11 @@ class ProducingRequests:
             if flows and request.complete and not self._still_holds_prompt(request, block_ids(request.request_id)):
                 self._recall(request)
 
-    def _open_or_extend(self, request: _Producer, block_ids: TablesOf, *, late: bool) -> None:
+    def _open_or_extend(self, request: _Producer, block_ids: TablesOf, *, late: bool, cached: int) -> None:
         """Have the next step open or extend a request's lease, because this step computes more of the request's tokens.
 
         `late`: the prompt was complete before this step. Then, in a cache with windows or recurrent state, no lease is
-        opened, since windows and state may have advanced beyond the prompt.
+        opened, since windows and state may have advanced beyond the prompt. `cached`: tokens computed before this step.
         """
         computing = request.state is ProducerState.COMPUTING
         if self._introduction is None or not (computing or request.state is ProducerState.FLOWING):
@@ -286,16 +292,19 @@ class ProducingRequests:
             prompt = counted(request.num_prompt_tokens, "token")
             self._decline(request, f"a prompt of {prompt} has no full block, and only full blocks are offered")
         elif request.serve_id is not None or request.complete:
-            self._offer(request, block_ids(request.request_id), request.serve_id)
+            self._offer(request, block_ids(request.request_id), request.serve_id, cached)
 
-    def _offer(self, request: _Producer, block_ids: GivenTables, name: str | None) -> None:
+    def _offer(self, request: _Producer, block_ids: GivenTables, name: str | None, cached: int) -> None:
         """Have the next step open the lease of a request's prompt.
 
         `name` is the name under which readers wait for the lease, which they may read while the prompt is computed. If
-        None, no reader waits, and the lease gets a secret name.
+        None, no reader waits, and the lease gets a secret name. If readers wait and the cache has the prompt's first
+        `cached` tokens, the lease opens before the step, so that these are read while the step computes the others.
         """
         tokens, flows = self._config.offered_of(request.num_prompt_tokens), name is not None
-        computed = min(request.num_computed_tokens, tokens)
+        # A window that moves in this step may take blocks from what is offered before it.
+        early = min(cached, tokens) if flows and self._groups.blocks_stay else 0
+        computed = early or min(request.num_computed_tokens, tokens)
         prompt = request.prompt[:tokens] if flows and request.prompt is not None else None
         save = request.saved = Save(
             request_id=request.request_id,
@@ -308,7 +317,10 @@ class ProducingRequests:
             marks=marks_of(prompt),
         )
         self._fire(request, "flow" if flows else "save")
-        if flows or any(save.block_tables):
+        if early:
+            self._next_step.save_cached.append(save)
+            self._grow(request, save, block_ids)
+        elif flows or any(save.block_tables):
             self._next_step.save.append(save)
 
     def _grow(self, request: _Producer, save: Save, block_ids: GivenTables) -> None:

@@ -252,7 +252,14 @@ class ConnectorScheduler:
         if num_external_tokens == 0:
             self._questions.resume_waiters(request_id)
 
-    def build_step(self, scheduled: Mapping[str, int], *, preempted: Iterable[str], block_ids: TablesOf) -> Step:
+    def build_step(
+        self,
+        scheduled: Mapping[str, int],
+        *,
+        preempted: Iterable[str],
+        block_ids: TablesOf,
+        cached: Mapping[str, int] = MappingProxyType({}),
+    ) -> Step:
         """Return the workers' work in this engine step: everything that was decided since the last call.
 
         Args:
@@ -260,6 +267,8 @@ class ConnectorScheduler:
             preempted: ids of requests that have lost their blocks before the step.
             block_ids: function that takes a request id and returns the ids of all its blocks, as in
                 `update_after_alloc`.
+            cached: for requests that begin in this step, by id, the tokens that the engine's cache has already. Readers
+                that wait for the prompt then read these while the step computes the others.
 
         Returns:
             The argument for `ConnectorWorker.prepare` and `ConnectorWorker.begin` on every rank.
@@ -268,7 +277,7 @@ class ConnectorScheduler:
             UsageError: `block_ids` does not return one list for each group.
         """
         self._consumers.computed_here.log()
-        step = self._producers.build_step(scheduled, preempted, block_ids)
+        step = self._producers.build_step(scheduled, preempted, block_ids, cached)
         self._consumers.add_to_step(step)
         step.questions = self._questions.take_questions()
         return step

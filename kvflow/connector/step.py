@@ -200,6 +200,9 @@ class Step(msgspec.Struct, kw_only=True):
     abandon: list[str] = []
     """Ids of requests with loads to cancel. Once no byte can land in a request's blocks, a worker reports the request
     as received, as after any other load that has ended."""
+    save_cached: list[Save] = []
+    """Leases that open before the step computes, because this engine's cache has the beginning of their prompts:
+    `Save.computed_tokens` were computed by earlier steps. `grow` adds what this step computes."""
     save: list[Save] = []
     grow: list[Grow] = []
     release: list[Release] = []

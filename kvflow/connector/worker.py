@@ -233,15 +233,17 @@ class ConnectorWorker:
                 yield from [outcome] * (now[outcome] - self._counts_yielded.get(outcome, 0))
             self._counts_yielded = now
 
-    def prepare(self, step: Step) -> None:
+    def prepare(self, step: Step, *, ready: DeviceEvent | None = None) -> None:
         """Before a step computes, end all reads of blocks that it will write, and send the step's questions to peers.
 
-        If peers may be reading such blocks, wait until none of these reads can succeed; otherwise return at once. The
-        wait takes one turn of the runtime's loop for shared prefixes, and about `Limits.seal_hold_s` for a prompt that
-        is read while it is computed (`Step.recall`).
+        Also open the leases of prompts whose beginning is cached (`Step.save_cached`). If peers may be reading blocks
+        that the step will write, wait until none of these reads can succeed; otherwise return at once. The wait takes
+        one turn of the runtime's loop for shared prefixes, and about `Limits.seal_hold_s` for a prompt that is read
+        while it is computed (`Step.recall`).
 
         Args:
             step: result of `ConnectorScheduler.build_step`.
+            ready: device event that happens when the work of earlier steps is done. None if it is already.
 
         Raises:
             RuntimeClosed: the runtime is closed; RuntimeBroken if its loop has died.
@@ -251,6 +253,8 @@ class ConnectorWorker:
         read = cache.remove_reused(step.reused) if cache is not None and step.reused else []
         if step.recall or read:
             self._runtime.start(lambda _: self._recall(step, read)).result(_RECALL_TIMEOUT_S)
+        if step.save_cached:
+            self._runtime.start(lambda runtime: self._carry_out(runtime, Step(save=step.save_cached), ready, None))
         if step.questions and (peers := self._peers) is not None:
             self._runtime.start(lambda runtime: self._ask_all(runtime, peers, step.questions))
 

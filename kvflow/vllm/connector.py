@@ -367,13 +367,17 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         resolve = scheduler_output.kv_connector_block_state.resolve_block_ids
-        scheduled = _computed_after_step(scheduler_output)
+        cached, scheduled = _computed_tokens(scheduler_output)
         preempted = scheduler_output.preempted_req_ids or ()
 
         def block_ids(request_id: str) -> tuple[list[int], ...]:
             return self._transferred_tables(resolve(request_id))
 
-        step = self._scheduler.build_step(scheduled, preempted=preempted, block_ids=block_ids)
+        if getattr(
+            scheduler_output, "has_sync_kv_loads", True
+        ):  # another connector may still load some of these tokens
+            cached = {}
+        step = self._scheduler.build_step(scheduled, preempted=preempted, block_ids=block_ids, cached=cached)
         if self._prefixes is not None:
             # Another connector may load within the step, and fail: its blocks are shared only after the step.
             done = {} if scheduler_output.has_sync_kv_loads else scheduled
@@ -501,7 +505,10 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         vLLM calls this before the step writes any block.
         """
         step = cast(KVFlowMetadata, kv_connector_metadata).step
-        self._worker.prepare(step if self._asks_for_engine else msgspec.structs.replace(step, questions=[]))
+        ready = self._record_event() if step.save_cached else None
+        self._worker.prepare(
+            step if self._asks_for_engine else msgspec.structs.replace(step, questions=[]), ready=ready
+        )
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Store the work of the step that begins.
@@ -517,7 +524,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Start the step's loads, end leases, and do all other work that does not need the results of this step."""
-        prepared: dict[str, Any] = {"reused": (), "recall": [], "questions": []}
+        prepared: dict[str, Any] = {"reused": (), "recall": [], "questions": [], "save_cached": []}
         step = msgspec.structs.replace(self._step, save=[], grow=[], cached_blocks=[], **prepared)
         self._worker.begin(step, after=self._before_step)
 
@@ -606,12 +613,13 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return KVFlowPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-def _computed_after_step(output: SchedulerOutput) -> dict[str, int]:
-    """Return, for each request in the step, by id, its total of computed tokens after the step."""
-    cached = output.scheduled_cached_reqs
+def _computed_tokens(output: SchedulerOutput) -> tuple[dict[str, int], dict[str, int]]:
+    """Return, for each request in the step, by id, its totals of computed tokens before and after the step."""
+    going_on = output.scheduled_cached_reqs
     before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-    before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    return {request_id: computed + output.num_scheduled_tokens[request_id] for request_id, computed in before.items()}
+    before.update(zip(going_on.req_ids, going_on.num_computed_tokens, strict=True))
+    added = output.num_scheduled_tokens
+    return before, {request_id: computed + added[request_id] for request_id, computed in before.items()}
 
 
 def _log_as_vllm() -> None:

@@ -24,7 +24,7 @@ from kvflow.connector.scheduler import (
     Sharing,
 )
 from kvflow.connector.scheduler import EngineRequest as Request
-from kvflow.connector.step import Grow, Step
+from kvflow.connector.step import Grow, Save, Step
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.protocol.prompts import MarkKeys, check_prompt, marked_by_keys, prompt_digest, with_marks
 from kvflow.core.protocol.ticket import Ticket
@@ -797,7 +797,16 @@ class Engine(RuleBasedStateMachine):
     @precondition(lambda engine: engine.requests_in(JobState.WAITING))
     @rule(data=st.data(), cached_blocks=st.integers(0, 3), use_remote=st.booleans())
     def schedule(self, data: st.DataObject, cached_blocks: int, use_remote: bool) -> None:
-        request_id = data.draw(st.sampled_from(self.requests_in(JobState.WAITING)))
+        self.begin(data.draw(st.sampled_from(self.requests_in(JobState.WAITING))), cached_blocks, use_remote)
+
+    @rule(tokens=st.integers(5, 14), cached_blocks=st.integers(1, 3))
+    def a_cached_prompt_that_is_read_meanwhile(self, tokens: int, cached_blocks: int) -> None:
+        name = f"f{next(self.ids)}"
+        self.names.add(name)
+        self.add_request(flowing(tokens, name, name), None)
+        self.begin(name, cached_blocks, use_remote=False)
+
+    def begin(self, request_id: str, cached_blocks: int, use_remote: bool) -> None:
         job = self.alive[request_id]
         prompt = job.request.num_prompt_tokens
         computed = min(cached_blocks, (prompt - 1) // BLOCK_SIZE) * BLOCK_SIZE
@@ -838,14 +847,17 @@ class Engine(RuleBasedStateMachine):
     def step(self, tokens: int, answer: int) -> None:
         """So many tokens are computed, of a prompt or of an answer."""
         scheduled: dict[str, int] = {}
+        cached = {request_id: job.computed for request_id, job in self.alive.items()}
         for request_id, job in self.alive.items():
             left = job.request.num_prompt_tokens - job.computed
             more = min(tokens, left) if left > 0 else answer
             if job.running and more and self.cover(job, job.computed + more):
                 self.compute(job, job.computed + more)
                 scheduled[request_id] = job.computed
-        step = self.connector.build_step(scheduled, preempted=self.preempted, block_ids=self.tables_of)
+        step = self.connector.build_step(scheduled, preempted=self.preempted, block_ids=self.tables_of, cached=cached)
         self.preempted = []
+        for save in step.save_cached:
+            assert 0 < save.computed_tokens <= cached[save.request_id], "of earlier steps"  # type: ignore[operator]
         self.work(step)
         waiting = {
             request_id
@@ -868,6 +880,8 @@ class Engine(RuleBasedStateMachine):
             self.leases.pop(request_id, None)
             self.flowing.discard(request_id)
             self.tickets_out.discard(request_id)
+        for save in step.save_cached:
+            self.open_lease(save)
         self.names -= {decline.serve_id for decline in step.decline}
         self.kept -= {release.request_id for release in step.release}
         assert not step.keep.keys() & (self.kept | self.loads.keys())
@@ -892,23 +906,26 @@ class Engine(RuleBasedStateMachine):
         for request_id in step.abandon:
             assert request_id in self.loads
         for save in step.save:
-            assert save.request_id not in self.leases
-            request = self.alive[save.request_id].request
-            assert save.num_tokens == request.num_prompt_tokens
-            flows = save.computed_tokens is not None
-            self.leases[save.request_id] = {
-                block: (request, at, save.num_tokens if group.kind is GroupKind.STATE else index)
-                for at, (group, table) in enumerate(zip(self.groups, save.block_tables, strict=True))
-                for index, block in zip(span_of(group, save.num_tokens), table, strict=not flows)
-            }
-            if flows:
-                self.names.remove(save.serve_id)
-                self.flowing.add(save.request_id)
-                self.tickets_out.add(save.request_id)
+            self.open_lease(save)
         for grow in step.grow:
             self.grow(grow)
         assert {*step.send} <= self.tickets_out | {*step.recall, *step.withdraw}
         self.awaited.update(step.send)
+
+    def open_lease(self, save: Save) -> None:
+        assert save.request_id not in self.leases
+        request = self.alive[save.request_id].request
+        assert save.num_tokens == request.num_prompt_tokens
+        flows = save.computed_tokens is not None
+        self.leases[save.request_id] = {
+            block: (request, at, save.num_tokens if group.kind is GroupKind.STATE else index)
+            for at, (group, table) in enumerate(zip(self.groups, save.block_tables, strict=True))
+            for index, block in zip(span_of(group, save.num_tokens), table, strict=not flows)
+        }
+        if flows:
+            self.names.remove(save.serve_id)
+            self.flowing.add(save.request_id)
+            self.tickets_out.add(save.request_id)
 
     def grow(self, grow: Grow) -> None:
         lease, request = self.leases.get(grow.request_id), self.alive[grow.request_id].request
@@ -1121,6 +1138,32 @@ def test_what_is_missing_of_each_group_is_received(
     connector.update_after_alloc("r", tables_of(13), 13 - computed)
     (receive,) = step_of(connector).receive
     assert receive.block_tables == expected
+
+
+@each(
+    ("cached", "early", "grown"),
+    [(0, [], []), (4, [4], [10]), (7, [7], [10]), (10, [10], []), (12, [10], [])],
+)
+def test_what_is_cached_of_a_prompt_that_readers_wait_for_is_offered_before_the_step(
+    cached: int, early: list[int], grown: list[int]
+) -> None:
+    connector = scheduler()
+    connector.add(flowing(10))
+    step = connector.build_step({"r": 13}, preempted=(), block_ids=lambda _: range(100), cached={"r": cached})
+    assert [save.computed_tokens for save in step.save_cached] == early
+    assert [save.computed_tokens for save in step.save] == [10] * (not early)
+    assert [grow.num_tokens for grow in step.grow] == grown
+    assert not any(any(grow.block_tables) for grow in step.grow)
+    assert connector.request_finished("r", completed=True).params is not None
+
+
+@each("how", ["nobody waits", "a window may take blocks in this step"])
+def test_what_is_cached_is_offered_with_the_step_where_it_must_be(how: str) -> None:
+    groups = (CHUNKED,) if how.startswith("a window") else ()
+    connector = scheduler(groups=groups)
+    connector.add(flowing(8) if groups else producer(8))
+    step = connector.build_step({"r": 8}, preempted=(), block_ids=lambda _: [NULL, 11], cached={"r": 4})
+    assert (step.save_cached, step.grow, len(step.save)) == ([], [], 1)
 
 
 @each("why", ["recalled", "introduced late", "saved in time", "introduced late, and all of it stays"])

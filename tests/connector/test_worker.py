@@ -776,6 +776,27 @@ def test_a_prompt_is_read_while_it_is_computed(pair: Pair) -> None:
     pair.prefill.until_read()
 
 
+@pytest.mark.parametrize("pair", [{"staging": "never"}, {"staging": "always"}], indirect=True)
+def test_what_is_cached_of_a_prompt_is_offered_before_the_step_that_computes_the_rest(pair: Pair) -> None:
+    begin_flow(pair)
+    prefill = pair.prefill
+    step = prefill.scheduler.build_step({"r": 7}, preempted=(), block_ids=lambda _: (1, 2), cached={"r": BLOCK_SIZE})
+    prefill.worker.prepare(step)
+    prefill.on_loop(lambda: None)  # the loop has begun what `prepare` gave it
+    (opened,) = (offer.lease for offer in prefill.worker._saved.values())
+    assert opened is not None
+    assert opened._opened.held.computed == BLOCK_SIZE
+    for layer in prefill.kv_caches.values():  # the step computes
+        layer[:, 2] = 2.0
+    prefill.worker.begin(step)
+    prefill.collect()
+    assert pair.decode.until_loaded().tokens == 7
+    pair.decode.assert_filled(5)
+    pair.decode.assert_filled(6, fill=2.0, tokens=3)
+    prefill.complete()
+    prefill.until_read()
+
+
 def test_the_answer_of_a_prompt_that_flowed_has_a_ticket_for_other_readers(pair: Pair) -> None:
     """Its first reader may never come."""
     pair.prefill.flow()

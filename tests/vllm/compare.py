@@ -5,11 +5,11 @@ keeps two cores busy when it is idle. Run it in the environment of `python3 dev.
 nothing else:
 
     .venv-vllm/bin/python tests/vllm/compare.py [--rounds 5] [--idle-s 10]
-        [--only speed|idle|stale|models|first|flow|stock|versions|prefix|leg]
+        [--only speed|idle|stale|models|first|flow|stock|versions|prefix|leg|cached]
 
 `stock` has stock producers, read by kvflow (mixed) and by stock (nixl). `versions` has kvflow in two versions of vLLM.
 `leg` shows where decode's time to the first token goes, beside a NixlConnector whose progress thread does not spin;
-all four servers are alive.
+all four servers are alive. `cached` is of prompts that prefill's cache has in part.
 `models` and `first` start each pair of servers by itself. `models` is no measurement, and takes an hour. `flow` is of
 prompts that are read while they are computed, `prefix` of prefixes pulled from a neighbour's cache, and neither is part
 of the rest:
@@ -32,6 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ LEG_PROMPT = 1900
 MIXED = "mixed"  # kvflow reads from a stock producer
 LEASE_S = 5
 STALE_PROMPT, STALE_BLOCKS, OTHERS = 417, 24, 8
+CACHED_SHARES = (0.0, 0.5, 0.9)
 FLOW_PROMPT, FLOW_CHUNK, FLOW_TOKENS = 1900, 256, 4
 PREFIX, TAIL = 1500, 20
 
@@ -449,6 +451,38 @@ def flow(rounds: int) -> None:
             pair.kill()
 
 
+def cached(rounds: int) -> None:
+    """Decode's first token, both legs at once and one after the other, of prompts that prefill's cache has in part."""
+    pair = Pair.start("kvflow")
+    found: dict[tuple[float, str], list[Flowed]] = {}
+    try:
+        pair.wait_up()
+        story = _story(pair)
+        introduction = introduction_of(pair.producer, story)
+        ways = {"both at once": partial(_both_at_once, introduction), "one after the other": _one_after_the_other}
+        for turn in range(-1, rounds):
+            prompt = story[11 * (turn + 1) :][:FLOW_PROMPT]
+            for share, name in product(CACHED_SHARES, sorted(ways, reverse=bool(turn % 2))):
+                salt = f"{share} {name} {turn}"
+                if share:
+                    pair.producer.complete(prompt[: int(share * FLOW_PROMPT)], 1, cache_salt=salt)
+                got = ways[name](pair, prompt, salt)
+                if turn >= 0:  # the first round shakes hands
+                    found.setdefault((share, name), []).append(got)
+    finally:
+        pair.kill()
+    print(
+        f"\n{FLOW_PROMPT} tokens, vLLM {VERSION}; first token at decode in ms: median (smallest to largest) of {rounds}"
+    )
+    for share in CACHED_SHARES:
+        once, after = (found[share, name] for name in ("both at once", "one after the other"))
+        ratios = [one.first_s / other.first_s for one, other in zip(once, after, strict=True)]
+        differ = sum(one.text != other.text for one, other in zip(once, after, strict=True))
+        cells = " ".join(f"{_spread([entry.first_s for entry in entries]):>28}" for entries in (once, after))
+        ratio = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+        print(f"{share:4.0%} cached: at once, one after the other {cells}; ratio {ratio}; texts that differ: {differ}")
+
+
 def _one_after_the_other(pair: Pair, prompt: Sequence[int], salt: str) -> Flowed:
     began_s = time.perf_counter()
     params = prefill(pair.producer, prompt, cache_salt=salt)
@@ -531,7 +565,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--idle-s", type=float, default=10.0)
-    alone = {"first": first, "flow": flow, "stock": stock, "versions": versions, "prefix": prefix, "leg": leg}
+    alone = {
+        "first": first,
+        "flow": flow,
+        "stock": stock,
+        "versions": versions,
+        "prefix": prefix,
+        "leg": leg,
+        "cached": cached,
+    }
     parser.add_argument("--only", choices=["speed", "idle", "stale", "models", *alone])
     options = parser.parse_args()
     if options.only == "models":
