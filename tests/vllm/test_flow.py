@@ -58,6 +58,21 @@ def test_a_prefix_that_is_cached_is_not_received_again(chunked: tuple[Server, Se
     consumer.wait_metric(EXTERNAL, before + 700 - 384, source="external_kv_transfer")
 
 
+@pytest.mark.parametrize("cached", [128, 640, 700])
+def test_what_prefill_has_cached_is_read_before_it_computes_the_rest(
+    chunked: tuple[Server, Server], story: list[int], cached: int
+) -> None:
+    """That it is read before is measured by `compare.py --only cached`; here, that it is right."""
+    producer, consumer = chunked
+    prompt, salt = story[600:1300], f"cached {cached}"
+    expected = producer.text(prompt, **ALONE)
+    before, introduction = received_tokens(consumer), introduction_of(producer, story)
+    producer.text(prompt[:cached], 1, cache_salt=salt)
+    assert flow(producer, consumer, introduction, prompt, cache_salt=salt) == expected
+    consumer.wait_metric(EXTERNAL, before + 700, source="external_kv_transfer")
+    assert received_tokens(consumer) == before + 700, "the prompt was computed, not received"
+
+
 def test_a_reader_whose_prefill_never_comes(chunked: tuple[Server, Server], story: list[int]) -> None:
     producer, consumer = chunked
     _, params = rendezvous(introduction_of(producer, story), ttl_s=2.0)
