@@ -24,8 +24,9 @@ from kvflow.transport.device.cuda import DriverError
 from kvflow.transport.device.cuda_mapper import copy_by_kernels
 from kvflow.transport.device.mapper import Addresses
 from kvflow.transport.mapped import mapped_agents
-from kvflow.transport.nixl import agents, loop
+from kvflow.transport.nixl import loop
 from kvflow.transport.nixl.agents import NixlAgents
+from kvflow.transport.nixl.defaults import POLLING
 from tests.accelerator.standin import KIND, StandIn, load
 
 DISTANCE = 1 << 40
@@ -139,8 +140,8 @@ def mapping(*, refuses: str = "", by_kernels: bool = False) -> Iterator[StandIn]
     standin = load()
     before = standin.mapped(), standin.wrong_pieces()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(base.DEVICES, KIND, True)  # type: ignore[arg-type]
-        patched.setitem(agents.POLLING, KIND, agents.POLLING["cpu"])  # type: ignore[index]
+        patched.setitem(base.DEVICES, KIND, True)
+        patched.setitem(POLLING, KIND, POLLING["cpu"])
         patched.setattr(loop, "NixlAgents", ReachingAgents)
         patched.setattr(mapped_agents, "make_mapper", StandInMapper)
         patched.setattr(StandInMapper, "refuses", refuses)

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch.utils.backend_registration import rename_privateuse1_backend
 
 KIND, COUNT = "standin", 2
 SOURCE = Path(__file__).with_name("backend.cpp")
@@ -131,9 +132,9 @@ class StandIn:
 def load() -> StandIn:
     """Build the stand-in unless it is built, and register it with torch. Raises NotBuilt."""
     path = built()
-    torch.utils.rename_privateuse1_backend(KIND)
+    rename_privateuse1_backend(KIND)
     standin = StandIn(path)
-    torch._register_device_module(KIND, standin)
+    torch._register_device_module(KIND, standin)  # type: ignore[no-untyped-call]
     return standin
 
 
