@@ -11,7 +11,8 @@ below: this differs from error to error, so read it from the error; the class ha
     |  |- LayoutError            caller   do not retry   safe      tensors do not match the described cache
     |  |- RequestError           caller   do not retry   safe      a request or ticket is invalid
     |  |  |- BlocksBusy          caller   do not retry   safe      blocks that another request is using
-    |  |  `- PromptMismatch      caller   do not retry   safe      the ticket is for another prompt
+    |  |  |- PromptMismatch      caller   do not retry   safe      the ticket is for another prompt
+    |  |  `- WeightsMismatch     caller   do not retry   safe      the blocks were computed with other weights
     |  `- UsageError             caller   do not retry   safe      a method called in the wrong state, loop or thread
     |- RuntimeUnavailable        engine   retry          ask       this runtime is being taken out of service
     |  |- RuntimeDraining        engine   retry          ask       the owner drains this runtime: no new work
@@ -268,6 +269,14 @@ class PromptMismatch(RequestError):
         In the second case the local request may have lost these inputs on its way to this engine, so do not compute
         the prompt here in place of the load.
         """
+
+
+class WeightsMismatch(RequestError):
+    """The ticket's blocks were computed with another version of the weights than this engine has.
+
+    Look for an engine that was given new weights, or told of them (`Runtime.set_weights`), before or after the others.
+    Compute the prompt here, or prefill it again on an engine of the same weights. The message has both versions.
+    """
 
 
 class UsageError(InvalidInput):

@@ -444,6 +444,7 @@ VERBS: dict[str, dict[str, Any]] = {
     "restore": {"request": None},
     "save": {"request": None},
     "serve_blocks": {"request": None},
+    "set_weights": {"version": "step-7"},
     "start_load": {"request": None},
 }
 """The verbs of a runtime, in asyncio or in threads, and arguments that are right for them."""

@@ -216,6 +216,10 @@ class Runtime:
         bound_s = self.config.lease_lifetime_s + self.config.handshake_timeout_s + self._thread.call_timeout_s
         return self._thread.call(lambda rt: rt.release_blocks(ticket), bound_s)
 
+    def set_weights(self, version: str) -> None:
+        """Blocking form of `kvflow.Runtime.set_weights`: announce that the engine has other weights than before."""
+        self._thread.call_now(lambda rt: rt.set_weights(version))
+
     def prewarm(
         self, engines: Sequence[PeerAddress | Ticket | Mapping[str, Any]], *, timeout_s: float | None = None
     ) -> tuple[KVFlowError | None, ...]:

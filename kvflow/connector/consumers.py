@@ -25,7 +25,7 @@ from kvflow.connector.step import EngineRequest, GivenTables, Matched, Receive, 
 from kvflow.core.policy.bounded_map import BoundedMap
 from kvflow.core.policy.states import allows, fire
 from kvflow.core.protocol.prompts import check_prompt, check_same_prompt, marks_of
-from kvflow.core.protocol.ticket import Ticket
+from kvflow.core.protocol.ticket import Ticket, check_weights
 from kvflow.errors import TOKENS, PromptMismatch, RequestError, UsageError
 from kvflow.logs import logger_of
 
@@ -96,6 +96,8 @@ class ConsumingRequests:
         self._groups = groups
         self._dialect = dialect
         self._requests: dict[str, _Consumer] = {}
+        self.weights = ""
+        """Version of the engine's weights (`ConnectorScheduler.set_weights`)."""
         self._uses = BoundedMap[tuple[str, str], _TicketUse](_USED_TICKETS_MAX)
         """Requests that use each of the latest tickets from routers, by the ticket's engine id and request id."""
         self._next_step = Step()
@@ -112,12 +114,14 @@ class ConsumingRequests:
         """Add a request that may load its prompt with the tickets in `params`, its `kv_transfer_params`.
 
         RequestError if `params` are not a ticket, or if the ticket is used already; PromptMismatch if the ticket is for
-        other tokens.
+        other tokens; WeightsMismatch if the blocks of all tickets were computed with other weights.
         """
         what, prompt = f"request {request.request_id!r}", request.prompt_token_ids
         reason = "its parameters are not a ticket"
         try:
             tickets = self._tickets(params, what)
+            reason = "its ticket is of other weights"
+            tickets = self._of_our_weights(request.request_id, tickets)
             reason = "its ticket is for another prompt"
             fits = tickets[0].num_tokens <= request.num_prompt_tokens
             if prompt is not None and fits and self._refuse_mismatch(request, tickets, prompt, what):
@@ -149,6 +153,26 @@ class ConsumingRequests:
             self.computed_here["its ticket offers no blocks"] += 1
         if ticket.awaited or consumer.offered_tokens:
             self._next_step.keep[request.request_id] = tickets
+
+    def _of_our_weights(self, request_id: str, tickets: tuple[Ticket, ...]) -> tuple[Ticket, ...]:
+        """Return the tickets with blocks of this engine's weights, and those that do not say. Give the others back.
+
+        Pending tickets, whose blocks are not computed yet, and those of stock engines do not say. WeightsMismatch if no
+        ticket is left.
+        """
+        known = [ticket for ticket in tickets if ticket.leases_can_be_asked and not ticket.awaited]
+        others = [ticket for ticket in known if ticket.first.weights != self.weights]
+        for ticket in others:  # no request of this engine can use them
+            self._give_back_new(request_id, (ticket,))
+        if len(others) == len(tickets):
+            check_weights(tickets[0], tickets[0].first, self.weights)
+        return tuple(ticket for ticket in tickets if ticket not in others) if others else tickets
+
+    def _give_back_new(self, request_id: str, tickets: tuple[Ticket, ...]) -> None:
+        """Have the next step release `tickets`, unless another request has used the first of them."""
+        use = _TicketUse(shared=False)
+        if self._setdefault_use(tickets[0], use) is use:
+            self.give_back(request_id, tickets)
 
     def _refuse_mismatch(
         self, request: EngineRequest, tickets: tuple[Ticket, ...], prompt: Sequence[int], what: str
@@ -233,9 +257,7 @@ class ConsumingRequests:
 
         `request` was refused before it was added, or has ended. RequestError if `params` are not a ticket.
         """
-        tickets, use = self._tickets(params, f"request {request.request_id!r}"), _TicketUse(shared=False)
-        if self._setdefault_use(tickets[0], use) is use:
-            self.give_back(request.request_id, tickets)
+        self._give_back_new(request.request_id, self._tickets(params, f"request {request.request_id!r}"))
 
     def give_back(self, request_id: str, tickets: tuple[Ticket, ...], *, last: bool = True) -> None:
         """Have the next step release `tickets`, since a request will not read their blocks.

@@ -28,7 +28,7 @@ from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.policy.bounded_map import BoundedMap
 from kvflow.core.policy.states import allows, fire
 from kvflow.core.protocol.prompts import marks_of, prompt_digest
-from kvflow.core.protocol.ticket import Ticket
+from kvflow.core.protocol.ticket import Ticket, with_weights
 from kvflow.logs import logger_of
 from kvflow.secret_ids import with_secret
 
@@ -69,6 +69,8 @@ class ProducingRequests:
         self._introduction: Ticket | None = None
         """Ticket without blocks that names all ranks of this engine, and from which all offers' tickets are made. While
         None, nothing is offered."""
+        self._weights = ""
+        """Version of the engine's weights (`set_weights`)."""
         self._requests: dict[str, _Producer] = {}
         self._warned_engines = BoundedMap[tuple[str, str], None](_WARNED_ENGINES_MAX)
         """Other engines (engine id and address) at which readers have waited for a prompt that is computed here. One
@@ -182,6 +184,8 @@ class ProducingRequests:
             ttl_s=self._config.lease_ttl_s,
             prompt_digest="" if known is None else prompt_digest(save.serve_id, known[: save.num_tokens]),
         )
+        if self._weights:
+            ticket = with_weights(ticket, self._weights)
         if any(save.block_tables):
             self._send(request)
         else:
@@ -196,6 +200,15 @@ class ProducingRequests:
         self._next_step.withdraw += (
             request.request_id for request in self._requests.values() if request.state is ProducerState.SENDING
         )
+
+    def set_weights(self, version: str) -> None:
+        """Record the version of the engine's new weights. Offer no prompt of which a token may be of the old ones."""
+        self._weights = version
+        for request in list(self._requests.values()):
+            if request.state is ProducerState.FLOWING:
+                self._recall(request)
+            if request.state is not ProducerState.SENDING:  # the workers have ended the leases of those
+                self._give_up(request, flows=False)
 
     def _send(self, request: _Producer) -> None:
         self._fire(request, "send")

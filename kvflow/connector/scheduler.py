@@ -126,6 +126,7 @@ class ConnectorScheduler:
             RequestError: the request's parameters are not a ticket, or the ticket was used before. Samples of a prompt
                 can share a ticket as long as one of these samples still needs the ticket.
             PromptMismatch: (a RequestError) the ticket is for other tokens.
+            WeightsMismatch: (a RequestError) the blocks were computed with other weights (`set_weights`).
             UsageError: a request with that id was added before and has not ended.
         """
         if self.state_of(request.request_id) is not None:
@@ -334,3 +335,15 @@ class ConnectorScheduler:
         Call this when the blocks must not be read any longer, for example after new weights.
         """
         self._producers.withdraw_all()
+
+    def set_weights(self, version: str) -> None:
+        """Announce that the engine has other weights than before. Tell the workers first (`ConnectorWorker`).
+
+        Requests that come with a ticket of other weights are computed here. Prompts of present requests are not
+        offered, since part of them may have been computed with the old weights.
+
+        Args:
+            version: name of the weights, as for `kvflow.Runtime.set_weights`.
+        """
+        self._consumers.weights = version
+        self._producers.set_weights(version)

@@ -221,6 +221,20 @@ class ConnectorWorker:
             peers = self._peers
             self._runtime.start(lambda runtime: self._connect_peers(runtime, peers, follow_events))
 
+    def set_weights(self, version: str) -> None:
+        """Announce that the engine has other weights than before, as `kvflow.Runtime.set_weights` does.
+
+        All leases end, and `collect` reports them. Tell all workers, then `ConnectorScheduler.set_weights`.
+
+        Args:
+            version: name of the weights.
+
+        Raises:
+            RequestError: `version` is no such name.
+            RuntimeUnavailable: the runtime is closed.
+        """
+        self._runtime.set_weights(version)
+
     def shared_outcomes(self) -> Iterator[str]:
         """Yield the outcome of each question for a prefix that peers have asked this rank since the last call.
 

@@ -26,6 +26,7 @@ INCARNATION_CHARS_MAX = 256
 LEASE_ID_CHARS = 32
 NO_LEASE_ID = "0" * LEASE_ID_CHARS  # lease id that a wiped seal shows
 OFFER_PART_CHARS = 8
+WEIGHTS_CHARS_MAX = 128
 TRACEPARENT = r"\A(?:[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?\Z"
 """Pattern of a W3C trace context (version, trace id, span id and flags), or of an empty string."""
 _TRACE_CONTEXT = re.compile(
@@ -72,6 +73,8 @@ TicketLeaseId: TypeAlias = Annotated[
 """Lease id in a ticket: the bytes of the lease's seal as hexadecimal digits, not all 0; "" if readers have to ask the
 rank for its lease."""
 Traceparent: TypeAlias = Annotated[str, Meta(pattern=TRACEPARENT)]
+Weights: TypeAlias = Annotated[str, Meta(max_length=WEIGHTS_CHARS_MAX)]
+"""Version of an engine's weights (`Runtime.set_weights`); "" for the weights that the engine began with."""
 
 
 def read_traceparent(value: object, what: str = "traceparent") -> str:

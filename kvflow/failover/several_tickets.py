@@ -5,9 +5,10 @@ load into the same local blocks. Bytes count only under the seals of the one pro
 attempt begins when no byte of the previous attempt can land. The blocks stay claimed from the first attempt to the
 last. Outcome, deadline, record and any quarantine belong to the load as a whole.
 
-Only an error of a producer leads to the next producer. A load does not leave a producer that stands still: posted reads
-cannot be taken back, so the load ends at its deadline, and its blocks are quarantined until the reads stop.
-RequestError, Overloaded, the deadline, cancellation and the end of this engine also end the load.
+Only an error of a producer, or its other weights, leads to the next producer. A load does not leave a producer that
+stands still: posted reads cannot be taken back, so the load ends at its deadline, and its blocks are quarantined until
+the reads stop. Any other RequestError, Overloaded, the deadline, cancellation and the end of this engine also end the
+load.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from kvflow.errors import (
     PrefillFailed,
     RequestError,
     TransferFailed,
+    WeightsMismatch,
 )
 from kvflow.logs import logger_of
 from kvflow.runtime.clock import Alarm
@@ -43,7 +45,7 @@ logger = logger_of(__name__)
 ENDED = "ended"
 _RENEW_AFTER = 0.25  # share of the ttl_s of waiting tickets: most loads have ended by then, and renew nothing
 
-_TRY_NEXT_ON = (PeerError, LeaseExpired, PrefillFailed, TransferFailed, ChecksumMismatch)
+_TRY_NEXT_ON = (PeerError, LeaseExpired, PrefillFailed, TransferFailed, ChecksumMismatch, WeightsMismatch)
 _LEASE_ENDED_ERRORS = (LeaseExpired, PrefillFailed)
 
 

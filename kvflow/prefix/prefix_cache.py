@@ -62,7 +62,7 @@ class SharingStatistics:
     found: int
     """Number of questions answered with an offer of a prefix."""
     missed: int
-    """Number of questions for a prefix that the cache does not have."""
+    """Number of questions for a prefix that the cache does not have, or from readers with other weights."""
     busy: int
     """Number of questions answered without a prefix because the maximum number of blocks was pinned, too many questions
     or leases were open, or the cache took too long.

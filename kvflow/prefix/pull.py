@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.plan.descriptors import BlockIds, given_block_ids
-from kvflow.errors import KVFlowError, LoadError, PeerError
+from kvflow.errors import KVFlowError, LoadError, PeerError, WeightsMismatch
 from kvflow.prefix.load_rates import LoadRates
 from kvflow.prefix.prefix_requests import PrefixReport, PrefixRequest, check_blocks
 from kvflow.prefix.search import Holder, Search
@@ -36,6 +36,7 @@ class Pull:
         `counts`: counts of `PrefixStatistics` by field name, which the pull increases.
         """
         self._groups = host.context.local.groups
+        self._weights = host.context.weights
         self._loader = host.loader
         self._remote_leases = host.leases
         self._rates, self._counts = rates, counts
@@ -58,11 +59,15 @@ class Pull:
     async def run(self, questions: PrefixSeeker) -> PrefixReport:
         """Ask the peers, load the prefix, and return the report. Errors and cancellation are as for `Prefixes.pull`."""
         self._counts["pulls"] += 1
+        weights = self._weights.version
         self._search = await questions.ask(self._request, self._answer_within_s)
         try:
             load = await self._load_prefix()
         finally:
             self._search.end(self._loaded_from)
+        if self._source_holder is not None and weights != self._weights.version:  # cached tokens are of the old ones
+            self._source_holder.why = f"this engine's weights {weights!r} were replaced during the pull"
+            self._source_holder = load = None
         return self._make_report(load)
 
     def _left_s(self) -> float:
@@ -124,7 +129,7 @@ class Pull:
         """
         try:
             report = await load
-        except (PeerError, LoadError) as error:
+        except (PeerError, LoadError, WeightsMismatch) as error:
             self._note_failures(holders, load, str(error))
             with suppress(TimeoutError, KVFlowError):
                 async with asyncio.timeout(self._left_s()):

@@ -23,7 +23,7 @@ from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address, PeerAddress, side_channel_address
 from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.core.protocol.ticket import Ticket, too_many_block_ids
-from kvflow.errors import KVFlowError, PeerError, PeerRefused, PeerUnreachable, ProtocolError, RequestError
+from kvflow.errors import KVFlowError, PeerRefused, PeerUnreachable, ProtocolError, RequestError
 from kvflow.hosts import split_address
 from kvflow.prefix.keys import KEY_BYTES
 from kvflow.prefix.load_rates import LoadRates
@@ -167,6 +167,7 @@ class PrefixSeeker:
                 keys=keys,
                 key_tokens=key_tokens,
                 alone=not request.every_rank,
+                weights=self._context.weights.version,
             )
             answer = await self._peers.ask_once(self._peers.get(at), question)
             if answer.state is messages.LeaseAnswerState.FAILED:  # the rank cannot say which tokens it has
@@ -190,7 +191,7 @@ class PrefixSeeker:
         try:
             for at, _, _ in offers:
                 self._check_blocks(ticket, at)
-        except PeerError:
+        except KVFlowError:
             self._remote_leases.release_soon(ticket)
             raise
         queued = max(offer.queued_bytes for _, offer, _ in offers)
@@ -221,7 +222,8 @@ class PrefixSeeker:
     def _check_blocks(self, ticket: Ticket, at: Address) -> None:
         """Raise ProtocolError if `ticket` names blocks that the KV cache of the rank `at` does not have.
 
-        Raise LeaseExpired if the rank has registered its KV cache again since the offer.
+        Raise LeaseExpired if the rank has registered its KV cache again since the offer, WeightsMismatch if its blocks
+        are of other weights.
         """
         peer, lease = self._peers.get(at), ticket.find(at.rank)
         if peer.connection is not None and lease is not None:

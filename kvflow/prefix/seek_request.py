@@ -7,7 +7,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from kvflow.checks import built
-from kvflow.core.bounds import RequestName, Size
+from kvflow.core.bounds import RequestName, Size, Weights
 from kvflow.core.protocol import messages
 from kvflow.prefix.keys import KEY_BYTES
 
@@ -31,3 +31,5 @@ class SeekRequest(messages.ReaderRequest, frozen=True, kw_only=True, tag="seek")
     key_tokens: Size
     alone: bool = True
     """True if exactly one reader rank will read the offered blocks."""
+    weights: Weights = ""
+    """Version of the reader's weights. A rank with other weights has no such prefix."""

@@ -55,6 +55,7 @@ class SharedPrefixes:
         self._ttl_s = min(_TTL_S, host.context.config.lease_ttl_s)
         self._loop = asyncio.get_running_loop()
         self._serving = host.serving
+        self._weights = host.context.weights
         self._cache = cache
         self._pinned_blocks_max = most
         self._groups = host.context.local.groups
@@ -184,6 +185,8 @@ class SharedPrefixes:
             return messages.NOTHING_YET
         if self._serving.open_lease(REQUEST_ID_PREFIX + question.request_id) is not None:
             return refusal("this question has an offer already")  # asked at another address of this engine
+        if question.weights != self._weights.version:
+            return self._empty_answer("missed")
         most = self._tokens_that_fit(self._pinned_blocks_max) // question.key_tokens
         if most < 1 or len(self._prefix_of_lease) >= _LEASES_MAX or len(self._waiting_replies) >= _MATCHES_MAX:
             return self._empty_answer("busy")
@@ -238,6 +241,9 @@ class SharedPrefixes:
         if not isinstance(pinned, PinnedPrefix):
             wrong = f"a PrefixCache's match: expected a PinnedPrefix, got {checks.short_repr(pinned)}"
             return self._failed_answer(question, RequestError(wrong))
+        if question.weights != self._weights.version:  # an asynchronous `match` found blocks of the old weights
+            self._unpin(pinned)
+            return self._empty_answer("missed")
         request_id = REQUEST_ID_PREFIX + question.request_id
         try:
             reason = self._serving.lease_answers.refusal_reason

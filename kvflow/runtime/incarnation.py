@@ -55,7 +55,7 @@ from kvflow.runtime.peers.ticket_resolver import TicketResolver
 from kvflow.runtime.producer.blocks import OfferedBlocks
 from kvflow.runtime.producer.goodbyes import Goodbyes
 from kvflow.runtime.producer.serving import Serving
-from kvflow.runtime.rank import RankContext
+from kvflow.runtime.rank import RankContext, Weights
 from kvflow.runtime.records import Observers
 from kvflow.runtime.statistics import PartStatistics
 from kvflow.transport.base import MemoryUse, Transport, TransportError, is_staged
@@ -98,6 +98,7 @@ class RuntimeFacts:
     clock: Clock
     token_hex: Callable[[int], str]
     observers: Observers
+    weights: Weights
     side_channel: SideChannel
     seals: SealTable
     copy_thread: CopyThread
@@ -133,6 +134,7 @@ class Incarnation:
             token_hex=runtime.token_hex,
             spawn=registration.spawn,
             observers=runtime.observers,
+            weights=runtime.weights,
         )
         parts, optional = runtime.parts, OptionalParts()
         notifier, agents = LeaseIdNotifier(transport, local.reader), Agents(transport, registration.spawn)

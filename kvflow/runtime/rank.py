@@ -20,6 +20,14 @@ class Spawn(Protocol):
     def __call__(self, body: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]: ...
 
 
+class Weights:
+    """Version of the weights that the engine computes with. Belongs to the runtime, and outlasts its registrations."""
+
+    def __init__(self) -> None:
+        self.version = ""
+        """What the latest `Runtime.set_weights` said; "" before the first."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
     """The facts about one rank that do not change while its cache is registered."""
@@ -39,3 +47,5 @@ class RankContext:
     """Function `token_hex(count)` that returns `count` unpredictable random bytes as hexadecimal digits."""
     spawn: Spawn
     observers: Observers
+    weights: Weights
+    """The one object here with a value that changes while the cache is registered."""

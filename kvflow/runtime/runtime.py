@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from kvflow import checks
 from kvflow.config import Config
+from kvflow.core.bounds import WEIGHTS_CHARS_MAX
 from kvflow.core.cache.groups import CacheGroup
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.tensors import KVCaches
@@ -349,6 +350,26 @@ class Runtime:
         kept = self._keep_on_loop(host.leases.renewing(known), entered)
         weakref.finalize(kept, warn_if_never_entered, entered, known.request_id).atexit = False
         return kept
+
+    def set_weights(self, version: str) -> None:
+        """Announce that the engine has other weights than before, for example after a step of training.
+
+        Call this when the weights are replaced, and your own prefix cache is empty: all leases end, so that readers
+        get LeaseExpired, and loads under way fail. Later tickets, shared prefixes and saves are of the new version.
+        Those of another version are refused (WeightsMismatch), or not found; an engine that was never told has none,
+        which is a version, too. The version outlasts `unregister`. If it is the present one, nothing happens.
+
+        Tell every rank of every engine. No cache need be registered; allowed while the runtime drains.
+
+        Args:
+            version: name of the weights, such as "step-700": at most 128 printable characters without spaces.
+
+        Raises:
+            RequestError: `version` is no such name.
+            RuntimeUnavailable: the runtime is closed.
+        """
+        self._require("set_weights", new_work=False)
+        self._supervisor.set_weights(checks.name(version, "set_weights: version", most=WEIGHTS_CHARS_MAX))
 
     async def prewarm(
         self, engines: Iterable[PeerAddress | Ticket | Mapping[str, Any]]

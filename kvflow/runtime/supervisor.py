@@ -42,6 +42,7 @@ from kvflow.runtime.memory import BlockCopier
 from kvflow.runtime.open_files import ReaderAdmission
 from kvflow.runtime.optional import requests_of_parts
 from kvflow.runtime.part import Ending, Part, PartHost
+from kvflow.runtime.rank import Weights
 from kvflow.runtime.records import Observers
 from kvflow.runtime.registration import Registration
 from kvflow.runtime.statistics import RuntimeState, RuntimeStatistics, totals
@@ -69,6 +70,7 @@ class Supervisor:
         self.observers = observers
         self.world = world
         self.parts = tuple(parts)
+        self.weights = Weights()
         self.host = config.advertise_host or config.listen_host
         self.tasks = Tasks(str(self), self._on_break, self.aclose)
         self.registration: Registration | None = self._new_registration()
@@ -177,6 +179,15 @@ class Supervisor:
         self.state = RuntimeState.DRAINING
         return self.registered is None or await self.registered.drain(deadline_s)
 
+    def set_weights(self, version: str) -> None:
+        """Remember the version of the engine's new weights, and revoke all leases, for `Runtime.set_weights`."""
+        if version == self.weights.version:
+            return
+        logger.info("runtime %s: weights %r are replaced by %r", self, self.weights.version, version)
+        self.weights.version = version
+        if self.registered is not None:
+            self.registered.serving.revoke_all()
+
     def statistics(self) -> RuntimeStatistics:
         now, past, registration = self.registered, self._past_statistics, self.registration
         serving, loading, transport = totals(
@@ -253,6 +264,7 @@ class Supervisor:
             clock=self.clock,
             token_hex=self.world.token_hex,
             observers=self.observers,
+            weights=self.weights,
             side_channel=self.side_channel,
             seals=self.seals,
             copy_thread=self.copy_thread,

@@ -114,7 +114,7 @@ class Storage(Part):
             The report of the restore.
 
         Raises:
-            NotStored: nothing is stored under the key, or the file was removed.
+            NotStored: nothing is stored under the key with this engine's weights, or the file was removed.
             EntryDamaged: the file is damaged, and is removed. The local blocks may hold anything.
             StorageFailed: the disk has failed.
             RequestError: the request is invalid, its numbers of tokens or blocks differ from the saved ones, or

@@ -263,9 +263,9 @@ class BlockStore:
 
     async def _save(self, transfer: StoreTransfer) -> SaveReport:
         request, stored, counts = transfer.request, self._stored_cache, tuple(map(len, transfer.tables))
-        key = cast(bytes, request.key)
+        key, fingerprint = cast(bytes, request.key), stored.fingerprint
         header = EntryHeader(
-            fingerprint=stored.fingerprint,
+            fingerprint=fingerprint,
             key=key,
             num_tokens=request.num_tokens,
             block_counts=counts,
@@ -277,7 +277,7 @@ class BlockStore:
             raise RequestError(f"request {request.request_id!r}: {takes}")
         header = msgspec.structs.replace(header, digests=await stored.digests(transfer.tables))
         victims = self._index.reserve(header.file_bytes, request.request_id)
-        name = entry_name(stored.fingerprint, key)
+        name = entry_name(fingerprint, key)
         entry = Entry(name, f"{name}-{self._token_hex(_RANDOM_BYTES)}", header.file_bytes)
         file = transfer.file = EntryFile(self._directory, entry, self._store_thread.mover, victims)
         evicted = await self._create_file(file)
@@ -322,7 +322,8 @@ class BlockStore:
 
     async def _restore(self, transfer: StoreTransfer) -> RestoreReport:
         request_id, key = transfer.request_id, cast(bytes, transfer.request.key)
-        entry = self._index.find(entry_name(self._stored_cache.fingerprint, key))
+        fingerprint = self._stored_cache.fingerprint
+        entry = self._index.find(entry_name(fingerprint, key))
         if entry is None:
             transfer.outcome = "missed"
             raise NotStored(f"request {request_id!r}: nothing is stored under its key", request_id=request_id)
@@ -336,7 +337,7 @@ class BlockStore:
             raise NotStored(f"request {request_id!r}: its file was removed", request_id=request_id) from None
         except NotAnEntry as error:
             raise self._drop_damaged(transfer, file, str(error)) from error
-        expected = self._stored_cache.fingerprint, key, data_bytes(self._stored_cache.layer_sets, header.block_counts)
+        expected = fingerprint, key, data_bytes(self._stored_cache.layer_sets, header.block_counts)
         if (header.fingerprint, header.key, header.data_bytes) != expected:
             raise self._drop_damaged(transfer, file, "it was saved from another cache or under another key")
         tokens, counts = transfer.request.num_tokens, tuple(map(len, transfer.tables))
@@ -348,6 +349,10 @@ class BlockStore:
         transfer.begin_phase("check")
         if await self._stored_cache.digests(transfer.tables) != header.digests:
             raise self._drop_damaged(transfer, file, "its blocks are not those that were saved")
+        if fingerprint != self._stored_cache.fingerprint:
+            transfer.outcome = "missed"
+            replaced = "this engine's weights were replaced during the restore"
+            raise NotStored(f"request {request_id!r}: {replaced}", request_id=request_id)
         transfer.begin_phase("sync")
         file.restored = True
         self._index.touch(entry)

@@ -59,7 +59,17 @@ class StoredCache:
         shapes = [(group, len(regions), regions.planes, tuple(regions.block)) for group, regions in saved_regions]
         shared = [regions.first_at_address for _, regions in saved_regions if len(regions.distinct) < len(regions)]
         facts = [local.compatibility, local.cache_shares, local.groups, shapes, *shared]
-        self.fingerprint = fingerprint_of(facts)
+        self._cache_fingerprint = fingerprint_of(facts)
+        self._weights = host.context.weights
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Hash of the facts that describe the model and layout of the cache, and the weights, if they have a version.
+
+        So entries of other weights are not found. A transfer takes it once, at its beginning.
+        """
+        version = self._weights.version
+        return fingerprint_of((self._cache_fingerprint, version)) if version else self._cache_fingerprint
 
     async def moves(self, transfer: StoreTransfer, fd: int, start: int) -> AsyncGenerator[CopyGroup, None]:
         """Yield all copies of a transfer to or from its file, as `CopyGroup`s, which `transfer.flight` starts.

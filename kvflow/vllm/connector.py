@@ -66,6 +66,7 @@ from kvflow.vllm.extra_config import (
 from kvflow.vllm.kv_cache_layout import cache_groups, groups_of
 from kvflow.vllm.nixl_settings import settings_in
 from kvflow.vllm.vllm_metrics import KVFlowPromMetrics, KVFlowStats
+from kvflow.vllm.weights import follow_weight_versions
 
 try:  # vLLM 0.30 and later
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -192,6 +193,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         self._picture_ids_from_content = picture_ids_from_content(vllm_config)
         self._recomputes_failed_loads = vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
         warn_of_side_channel(vllm_config)
+        follow_weight_versions()
         self._spreads_samples = spreads_samples(vllm_config)
         self._steps_alone = vllm_config.parallel_config.data_parallel_size == 1
         dialect = OWN_DIALECT
@@ -436,6 +438,15 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         """
         self._scheduler.withdraw_all()
         return True
+
+    def note_new_weights(self, version: str) -> None:
+        """Note the version of vLLM's new weights, in either role (`kvflow.vllm.weights`): in the workers first."""
+        if self.role is KVConnectorRole.WORKER:
+            self._worker.set_weights(version)
+            return
+        self._scheduler.set_weights(version)
+        if self._prefixes is not None:
+            self._prefixes.withdraw_all()
 
     # --- the workers' role
 

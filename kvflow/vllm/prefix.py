@@ -204,6 +204,11 @@ class RequestPrefixes:
         if self._cached_prompts is not None:
             self._cached_prompts.build_step(step, scheduled, preempted=preempted, block_ids=block_ids)
 
+    def withdraw_all(self) -> None:
+        """With the next step, take all shared blocks back: they were computed with weights that are replaced."""
+        if self._cached_prompts is not None:
+            self._cached_prompts.withdraw_all()
+
     def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
         """With the next step, report the blocks `block_ids` of `request`, which has ended but still has them."""
         if self._cached_prompts is not None:

@@ -27,8 +27,8 @@ from kvflow.connector.scheduler import EngineRequest as Request
 from kvflow.connector.step import Grow, Save, Step
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.protocol.prompts import MarkKeys, check_prompt, marked_by_keys, prompt_digest, with_marks
-from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import ConfigError, PromptMismatch, RequestError, UsageError
+from kvflow.core.protocol.ticket import Ticket, with_weights
+from kvflow.errors import ConfigError, PromptMismatch, RequestError, UsageError, WeightsMismatch
 from tests.support.budgets import machine_test
 from tests.support.tests_support import any_ticket, each
 
@@ -1359,3 +1359,59 @@ def test_tickets_whose_numbers_have_become_doubles_are_taken() -> None:
     for wrong in (8.5, 2.0**60, float("nan"), float("inf")):
         with pytest.raises(RequestError):
             Ticket.from_params({**ticket.to_params(), "remote_port": wrong})
+
+
+# --- weights
+
+
+def test_a_ticket_of_other_weights_is_computed_here(caplog: pytest.LogCaptureFixture) -> None:
+    """Of several tickets those with the engine's weights are used. What is not computed yet is compared by the load."""
+    caplog.set_level("INFO", logger="kvflow")
+    connector, old = scheduler(), ticket_of(8, request_id="old")
+    new = with_weights(ticket_of(8, request_id="new"), "step-7")
+    connector.add(consumer(9, old, "before"))
+    connector.set_weights("step-7")
+    with pytest.raises(WeightsMismatch, match=r"of request 'old' from .*ours 'step-7', theirs ''"):
+        connector.add(consumer(9, msgspec.structs.replace(old, request_id="old"), "after"))
+    with pytest.raises(WeightsMismatch):
+        connector.add(consumer(9, ticket_of(8, request_id="useless"), "late"))
+    connector.add(consumer(9, new, "told"))
+    both = params_of_several([ticket_of(8, request_id="older").to_params(), new_ticket_params()])
+    connector.add(Request("both", 9, both, range(9)))
+    connector.add(Request("pending", 9, Ticket.rendezvous(old, "later").to_params(), range(9)))
+    step = step_of(connector)
+    released = [ticket.request_id for release in step.release for ticket in release.tickets]
+    assert released == ["useless", "older"], "not the one that a request is using"
+    keep = step.keep
+    names = {name: [ticket.request_id for ticket in tickets] for name, tickets in keep.items()}
+    assert names == {"before": ["old"], "told": ["new"], "both": ["newest"], "pending": ["later"]}
+    assert "2 because its ticket is of other weights" in caplog.text
+
+
+def new_ticket_params() -> dict[str, Any]:
+    return with_weights(ticket_of(8, request_id="newest"), "step-7").to_params()
+
+
+def test_prompts_of_the_old_weights_are_not_offered() -> None:
+    """Whatever becomes of the requests, which may go on; those that come later are of the new ones."""
+    connector = scheduler()
+    for name in ("computing", "saved", "sending"):
+        connector.add(producer(10, name))
+    connector.add(flowing(10, "flowing"))
+    connector.add(flowing(10, "waiting", "awaited"))
+    step_of(connector, ("computing", 4), ("saved", 10), ("sending", 10), ("flowing", 4))
+    sent = connector.request_finished("sending", completed=True)
+    assert sent.hold_blocks
+    connector.set_weights("step-7")
+    step = step_of(connector, ("computing", 10), ("saved", 11), ("flowing", 10), ("waiting", 10))
+    assert (step.save, step.grow, step.send) == ([], [], ["sending"])
+    assert (step.withdraw, step.recall, [one.serve_id for one in step.decline]) == (["saved"], ["flowing"], ["awaited"])
+    for name in ("computing", "saved", "flowing", "waiting"):
+        assert connector.request_finished(name, completed=True) == Finished(False, None)
+    connector.update_from_workers(sent=["saved", "flowing", "sending"])
+    assert connector.open_requests == 0
+    connector.add(producer(10, "later"))
+    step_of(connector, ("later", 10))
+    params = connector.request_finished("later", completed=True).params
+    assert params is not None
+    assert Ticket.from_params(params).first.weights == "step-7"

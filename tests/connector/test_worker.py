@@ -36,6 +36,7 @@ from kvflow.errors import (
     RequestError,
     RuntimeClosed,
     TransferFailed,
+    WeightsMismatch,
 )
 from kvflow.prefix import Prefixes
 from kvflow.runtime import runtime as asynchronous
@@ -922,3 +923,31 @@ def test_a_name_is_used_once_at_a_time(pair: Pair) -> None:
     pair.decode.until_loaded()
     for request_id in ("twin", "r"):
         pair.prefill.scheduler.request_finished(request_id, completed=True)
+
+
+@pytest.mark.parametrize("state", ["computing", "flowing", "saved", "sending"])
+def test_new_weights_end_what_is_offered(pair: Pair, state: str) -> None:
+    """In whatever state a prompt is; the engine goes on, and offers prompts of the new ones."""
+    if state == "flowing":
+        begin_flow(pair)
+        pair.prefill.step(("r", 5))
+    else:
+        pair.prefill.scheduler.add(Request("r", 7, PREFILL))
+        pair.prefill.step(("r", 5 if state == "computing" else 7))
+    if state == "sending":
+        pair.decode.receive(pair.prefill.complete(), [5, 6])
+    for half in (pair.prefill.worker, pair.prefill.scheduler):
+        half.set_weights("step-7")
+    if state in ("flowing", "sending"):
+        pair.decode.until_failed(LeaseExpired)
+    if state != "sending":
+        pair.prefill.step(("r", 7))
+        assert pair.prefill.scheduler.request_finished("r", completed=True).params is None
+    pair.prefill.until_settled()
+    params = pair.prefill.prefill("later")
+    with pytest.raises(WeightsMismatch, match="ours '', theirs 'step-7'"):
+        pair.decode.scheduler.add(Request("old", 7, params))
+    pair.decode.worker.set_weights("step-7")
+    pair.decode.scheduler.set_weights("step-7")
+    pair.decode.receive(params, [5, 6], request_id="new")
+    pair.decode.until_loaded("new")

@@ -203,6 +203,15 @@ async def test_the_first_gives_all_and_the_other_lease_is_given_back() -> None:
         assert made.records.loads[1].attempts == ()
 
 
+@in_virtual_time
+async def test_a_source_of_other_weights_is_followed_by_the_next() -> None:
+    async with trio() as made:
+        made.first.runtime.set_weights("step-7")
+        leases = made.both()
+        made.assert_read(await made.load(leases), ("first", "WeightsMismatch"), ("second", "loaded"))
+        assert [str(await lease) for lease in leases] == ["read", "read"], "the first one's is given back"
+
+
 @pytest.mark.parametrize("how", ["another ticket", "a rendezvous", "brought"])
 @in_virtual_time
 async def test_who_has_ended_is_followed_by_the_next(how: str) -> None:

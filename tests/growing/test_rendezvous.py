@@ -27,6 +27,7 @@ from kvflow.errors import (
     ProtocolError,
     RequestError,
     RuntimeUnavailable,
+    WeightsMismatch,
 )
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.producer import lease_answers
@@ -801,6 +802,34 @@ def test_both_legs_in_callers_threads() -> None:
             declined.result(WAIT_S)
         assert lease.wait(WAIT_S) is LeaseOutcome.READ
     assert known(producer.statistics().serving).read == 1
+
+
+@in_virtual_time
+async def test_a_pending_ticket_is_compared_by_the_weights_of_its_offer() -> None:
+    """The router's introduction may be older than the weights; the offer is computed with the new ones."""
+    async with pair_of() as pair:
+        ticket = rendezvous(pair)
+        pair.producer.runtime.set_weights("step-7")
+        lease = offer(pair)
+        blocks = f"request 'local' from 'producer': the blocks of request '{SECRET}' from 'producer' at tcp://"
+        with pytest.raises(WeightsMismatch, match=rf"^{blocks}.*: ours '', theirs 'step-7'$"):
+            await start(pair, ticket)
+        pair.consumer.runtime.set_weights("step-7")
+        await start(pair, ticket)
+        assert await lease is LeaseOutcome.READ
+
+
+@in_virtual_time
+async def test_new_weights_end_a_lease_that_grows() -> None:
+    async with pair_of() as pair:
+        lease = offer(pair, computed_tokens=4)
+        load = start(pair, rendezvous(pair))
+        await asyncio.sleep(0.1)
+        pair.producer.runtime.set_weights("step-7")
+        with pytest.raises(LeaseExpired):
+            await load
+        lease.complete()
+        assert await lease is LeaseOutcome.REVOKED
 
 
 @in_virtual_time

@@ -47,6 +47,32 @@ BUGS: dict[str, Bug] = {
         (RUNTIME + "leases.py::test_a_lease_is_renewed_soon_and_then_at_thirds",),
         within="runtime/load/leases.py",
     ),
+    # --- weights
+    "blocks of other weights are read": Bug(
+        "    if lease.weights != ours:\n",
+        "    if False:\n",
+        (RUNTIME + "weights.py", "tests/connector/test_scheduler.py"),
+    ),
+    "a connected reader compares no weights": Bug(
+        "            if lease.weights != weights:\n                return None\n",
+        "",
+        (RUNTIME + "weights.py::test_it_is_refused_by_a_reader_that_is_connected",),
+    ),
+    "a load outlasts the weights that it is for": Bug(
+        "        if load.weights != self._weights.version:",
+        "        if False:",
+        (RUNTIME + "weights.py",),
+    ),
+    "entries of other weights are restored": Bug(
+        "fingerprint_of((self._cache_fingerprint, version)) if version else self._cache_fingerprint",
+        "self._cache_fingerprint",
+        ("tests/storage/test_storing.py::test_entries_of_other_weights_are_not_found",),
+    ),
+    "what a holder had before new weights is shared after": Bug(
+        "        if question.weights != self._weights.version:  # an asynchronous",
+        "        if False:  # an asynchronous",
+        ("tests/prefix/test_prefix.py",),
+    ),
     # --- seals
     "a torn seal is taken for a whole one": Bug(
         "word[:_SECRET_BYTES] != wanted[:_SECRET_BYTES]",

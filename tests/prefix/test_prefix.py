@@ -28,6 +28,7 @@ from kvflow.errors import (
     PeerNotReady,
     RequestError,
     UsageError,
+    WeightsMismatch,
 )
 from kvflow.prefix import (
     PinnedPrefix,
@@ -240,6 +241,54 @@ async def test_what_is_cached_is_not_read(them: Fleet) -> None:
     assert (report.num_tokens, report.pulled_tokens) == (len(PROMPT), 6 * TOKENS)
     none = await them.pull(cached_tokens=len(PROMPT), block_ids=[])
     assert (none.num_tokens, none.answers[0].why) == (len(PROMPT), "it has no more tokens than the local cache")
+
+
+async def test_a_prefix_of_other_weights_is_not_found(them: Fleet) -> None:
+    """Whoever was told first. With equal weights it is found again, if the holder still has it."""
+    (holder,), reader = them.holders, them.reader.runtime
+    for told in (holder.runtime, reader):
+        told.set_weights(f"of-{told.config.engine_id}")
+        report = await them.pull()
+        assert (report.num_tokens, report.answers[0].why) == (0, "it has no block of the prefix")
+    assert holder.sharing.statistics.missed == 2
+    assert not holder.prefix_cache.asked
+    reader.set_weights("of-holder-0")
+    assert (await them.pull()).num_tokens == len(PROMPT)
+
+
+async def test_an_offer_from_before_new_weights_is_refused(them: Fleet) -> None:
+    """The holder's lease ends; the reader, told first, does not even ask for it."""
+    (offer,) = await them.seek()
+    them.reader.runtime.set_weights("step-7")
+    request = LoadRequest("req", offer.ticket, range(8))
+    with pytest.raises(WeightsMismatch, match=r"ours 'step-7', theirs ''"):
+        await them.reader.runtime.load_blocks(request)
+    them.holders[0].runtime.set_weights("step-7")
+    assert known(them.holders[0].runtime.statistics().serving).revoked == 1
+    await them.assert_nothing_pinned()
+
+
+async def test_blocks_that_were_found_before_new_weights_are_not_leased_after(them: Fleet) -> None:
+    (holder,) = them.holders
+    slow = SlowCache(holder.prefix_cache)
+    holder.share(slow)
+    pulling = asyncio.ensure_future(them.pull())
+    await until(lambda: slow.asked)
+    holder.runtime.set_weights("step-7")
+    slow.open.set()
+    assert (await pulling).num_tokens == 0
+    assert holder.sharing.statistics.missed == 1
+    await them.assert_nothing_pinned()
+
+
+async def test_a_pull_under_way_brings_nothing_if_the_reader_gets_other_weights(them: Fleet) -> None:
+    """Its cached tokens are of the old ones."""
+    pulling = await them.hold()
+    them.reader.runtime.set_weights("step-7")
+    them.release_reads()
+    report = await pulling
+    assert (report.num_tokens, report.source) == (0, "")
+    assert "were replaced by 'step-7'" in report.answers[0].why
 
 
 async def test_nothing_found_is_no_error_nor_are_peers_that_cannot_be() -> None:

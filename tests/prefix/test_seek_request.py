@@ -38,6 +38,13 @@ def test_it_is_decoded_beside_the_questions_of_the_core() -> None:
     assert codec.decode_request(codec.encode(metadata)) == metadata
 
 
+def test_a_reader_from_before_weights_had_versions_is_understood() -> None:
+    """As one that was never told of its weights."""
+    fields = msgspec.to_builtins(ASKED, builtin_types=(bytes,))
+    assert fields.pop("weights") == ""
+    assert codec.decode_request(msgspec.msgpack.encode(fields), KINDS) == ASKED
+
+
 @each("kind", ["seek", "get_secrets", "x" * 40])
 def test_what_nobody_answers_is_refused_by_its_kind(kind: str) -> None:
     """Without the part the message is refused by its kind. With the part the error names the wrong field."""

@@ -22,6 +22,7 @@ def pick(table: Sequence[tuple[int, ActionT]], rng: random.Random) -> ActionT:
     return rng.choices([action for _, action in table], [weight for weight, _ in table])[0]
 
 
+_NEWER_SHARE = 0.3  # share of an old engine's new weights that are newer than all others
 _WAITING_SHARE = 0.7  # share of pauses in which reads that have not begun wait for the machine
 
 
@@ -99,6 +100,14 @@ def prewarm(engine: SimEngine) -> None:
 def nap(engine: SimEngine) -> None:
     """Make an engine unregister its cache for a while."""
     engine.simulation.spawn(engine.life, engine.nap(_duration_s(engine)), f"nap of {engine}")
+
+
+def retrain(engine: SimEngine) -> None:
+    """Give an engine the newest weights of its fleet, or weights that no other engine has yet."""
+    simulation = engine.simulation
+    if engine.weights == simulation.weights or simulation.rng.random() < _NEWER_SHARE:
+        simulation.weights += 1
+    engine.retrain(simulation.weights)
 
 
 FAULTS: Sequence[tuple[int, Callable[[SimEngine], None]]] = (

@@ -20,6 +20,7 @@ from kvflow.errors import (
     PeerError,
     RuntimeBroken,
     RuntimeUnavailable,
+    WeightsMismatch,
 )
 from kvflow.prefix import Prefixes
 from kvflow.runtime.runtime import Runtime
@@ -63,6 +64,8 @@ class SimEngine:
         self.shape = shape
         self.name = shape.name
         self.simulation = simulation
+        self.weights = 0
+        """Number of the engine's weights, which all its lives have."""
         self.base = simulation.settings.base
         self._network = simulation.network
         self._address = f"10.0.0.{index + 1}"
@@ -108,12 +111,25 @@ class SimEngine:
             await runtime.register_kv_caches(cache.groups)
             ranks.append(SimRank(index, cache, runtime, prefixes, self._change))
         self.ranks = ranks
+        self._tell_weights()
         self._share()
         self.running = True
         self.note("started")
 
     def _change(self, rank: SimRank) -> None:
         self.simulation.changed[rank] = self
+
+    def retrain(self, weights: int) -> None:
+        """Give the engine other weights. From now on its prefix cache finds none of its blocks."""
+        self.note("gets weights", weights)
+        self.weights = weights
+        self._tell_weights()
+
+    def _tell_weights(self) -> None:
+        """Tell all ranks of the engine's weights, unless it still has its first ones, or its ranks are closing."""
+        for rank in self.ranks if self.weights else ():
+            with contextlib.suppress(RuntimeUnavailable, RuntimeBroken):
+                rank.runtime.set_weights(f"step-{self.weights}")
 
     async def close(self) -> bool:
         """Close all ranks, in a task of this life. Return True if the memory may be reused."""
@@ -400,5 +416,7 @@ class SimEngine:
         if isinstance(error, RuntimeBroken):
             if not self.host.agent_lost:
                 self.fail("I7", f"{request_id}: the runtime broke by itself: {error}")
+        elif isinstance(error, WeightsMismatch) and self.simulation.weights:
+            pass
         elif not expected:
             self.fail("I5", f"{request_id}: {type(error).__name__}: {error}")

@@ -161,6 +161,8 @@ async def _load_on(rank: SimRank, load: SimLoad, request: LoadRequest) -> Ending
         engine.simulation.count("load: flipped, and nobody looked")
     elif wrong:
         engine.fail("I2", f"{request.request_id} is reported as loaded ({report.verification}), but {wrong}")
+    if offer.weights != engine.weights and any(load.tables):
+        engine.fail("I2", f"{request.request_id} is of weights {offer.weights}, this engine has {engine.weights}")
     if report.payload != offer.payload and offer.tokens:
         engine.fail("I2", f"{request.request_id} came with {report.payload!r}, not {offer.payload!r}")
     given_back_s = offer.given_back_s

@@ -44,7 +44,7 @@ async def offer(
     if tables is None:
         engine.simulation.count("offer: no room")
         return None
-    offer = SimOffer(number, engine, tokens, tables, ttl_s)
+    offer = SimOffer(number, engine, tokens, tables, ttl_s, engine.weights)
     if await _serve(offer, pause_s, early):
         hand_out(offer)
     await _finish(offer)
@@ -67,6 +67,11 @@ async def _serve(offer: SimOffer, pause_s: float, early: Callable[[SimOffer], Aw
         offer.early = True
         await early(offer)
     for rank in list(engine.ranks):
+        if engine.weights != offer.weights:  # what is left of the prompt is computed with other weights
+            _fail(offer, "simulated")
+            _decline(offer)
+            engine.simulation.count("offer: retrained")
+            return False
         try:
             lease = rank.runtime.serve_blocks(
                 ServeRequest(

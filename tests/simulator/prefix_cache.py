@@ -37,6 +37,8 @@ class Kept:
     group: int
     path: Path
     block: int
+    weights: int
+    """Number of the weights with which the block is computed. The engine finds it only while it has these."""
     written: bool = False
     """True once the block holds its tokens."""
 
@@ -172,7 +174,8 @@ class SimPrefixCache:
             if facts.whole and len(tokens) % facts.block_size:
                 return None
             table = [self._kept.get((group, (salt, tokens[:end]))) for end in ends(facts, len(tokens))]
-            whole = [kept for kept in table if kept is not None and kept.written]
+            weights = self.engine.weights
+            whole = [kept for kept in table if kept is not None and kept.written and kept.weights == weights]
             if len(whole) < len(table):
                 return None
             tables.append(whole)
@@ -216,7 +219,7 @@ class SimPrefixCache:
 
     async def compute(self, prompt: SimPrompt) -> None:
         """Compute the missing blocks of a prompt. Once the device has written them, they can be found."""
-        engine, content, made = self.engine, self.simulation.prompts.content(prompt), list[Kept]()
+        engine, content, made = self.engine, self.simulation.prompts.content(prompt, self.engine.weights), list[Kept]()
         for group, facts in enumerate(engine.facts):
             for end in ends(facts, len(prompt.tokens)):
                 path = prompt.path(end)
@@ -247,7 +250,7 @@ class SimPrefixCache:
 
     def keep(self, group: int, path: Path, block: int) -> Kept:
         """Add `block` to the prefix cache, as the end of the prefix `path`."""
-        kept = self._kept[group, path] = Kept(group, path, block)
+        kept = self._kept[group, path] = Kept(group, path, block, self.engine.weights)
         self.engine.owners[block] = kept
         return kept
 

@@ -43,8 +43,12 @@ async def pull(engine: SimEngine, plan: PullPlan) -> list[int] | None:
     if tables is None:
         engine.simulation.count("pull: no room")
         return None
-    content = engine.simulation.prompts.content(plan.prompt)
-    return await _fill(SimPull(plan, engine, content, tables, exact=False), _pull_on)
+    return await _fill(_sim_pull(engine, plan, tables, exact=False), _pull_on)
+
+
+def _sim_pull(engine: SimEngine, plan: PullPlan, tables: list[list[int]], *, exact: bool) -> SimPull:
+    content = engine.simulation.prompts.content(plan.prompt, engine.weights)
+    return SimPull(plan, engine, content, tables, exact=exact, weights=engine.weights)
 
 
 def _take(engine: SimEngine, plan: PullPlan) -> list[list[int]] | None:
@@ -80,8 +84,7 @@ async def _seek_and_load(engine: SimEngine, plan: PullPlan) -> list[int] | None:
     if tables is None:
         await _release(engine, plan, best)
         return None
-    content = simulation.prompts.content(plan.prompt)
-    return await _fill(SimPull(plan, engine, content, tables, exact=True), partial(_load_on, best))
+    return await _fill(_sim_pull(engine, plan, tables, exact=True), partial(_load_on, best))
 
 
 async def _release(engine: SimEngine, plan: PullPlan, offer: PrefixOffer) -> None:
@@ -197,6 +200,8 @@ def _check(rank: SimRank, pull: SimPull, tokens: int, source: str) -> None:
         engine.fail("I9", f"{plan.request_id} is said to have {tokens} tokens from {source}, of {plan.most}")
     elif wrong := rank.cache.wrong_token(pull.content, tokens, pull.filled(tokens)):
         engine.fail("I9", f"{plan.request_id} is said to have {tokens} tokens from {source}, but {wrong}")
+    elif tokens > plan.cached_tokens and pull.weights != engine.weights:
+        engine.fail("I9", f"{plan.request_id} is of weights {pull.weights}, this engine has {engine.weights}")
 
 
 def _judge(pull: SimPull, endings: Sequence[Ending]) -> list[int] | None:
@@ -244,7 +249,7 @@ async def _use(pull: SimPull, counts: Sequence[int]) -> bool:
     """Use the blocks for a while and check that they do not change. Return True if the engine may keep them."""
     engine, cache = pull.engine, pull.engine.prefix_cache
     await engine.simulation.pass_time(pull.plan.use_s)
-    if engine.prefix_cache is not cache or not engine.running:
+    if engine.prefix_cache is not cache or not engine.running or engine.weights != pull.weights:
         return False  # the engine has lost its blocks
     for rank, tokens in zip(engine.ranks, counts, strict=True):
         if wrong := rank.cache.wrong_token(pull.content, tokens, pull.filled(tokens)):

@@ -48,12 +48,13 @@ class Prompts:
     """Numbers for the contents of all prompts of a simulation."""
 
     def __init__(self) -> None:
-        self._numbers: dict[Path, int] = {}
+        self._numbers: dict[tuple[int, Path], int] = {}
 
-    def content(self, prompt: SimPrompt) -> Content:
-        """Return the content of the prompt's tokens: a number for each token."""
+    def content(self, prompt: SimPrompt, weights: int) -> Content:
+        """Return the content of the prompt's tokens, computed with `weights`: a number for each token."""
         ends = range(SPAN, len(prompt.tokens) + SPAN, SPAN)
-        numbers = [self._numbers.setdefault(prompt.path(end), _FIRST_NUMBER + len(self._numbers)) for end in ends]
+        paths = [(weights, prompt.path(end)) for end in ends]
+        numbers = [self._numbers.setdefault(path, _FIRST_NUMBER + len(self._numbers)) for path in paths]
         spans = np.array(numbers, dtype=np.int32).repeat(SPAN)
         return np.pad(spans, (0, TOKENS_MAX - len(spans)), mode="edge")
 

@@ -110,6 +110,11 @@ def pauses(seed: int) -> bool:
     return seed // _SEEDS % 3 == 1
 
 
+def retrains(seed: int) -> bool:
+    """Return whether engines get new weights in the run of a seed: in a seventh of all seeds, with each model."""
+    return seed // (3 * _SEEDS) % 7 == 6
+
+
 _VERIFY_SHARE = 0.7
 _SURVIVED_WITHIN_S = 2.0
 _SHARING_PEERS = 16
@@ -158,6 +163,8 @@ class Settings:
     """Number of naps of engines."""
     pauses: int
     """Number of pauses of machines."""
+    retrains: int
+    """Number of times that an engine gets other weights."""
 
     def config(self, shape: Shape, host: str, index: int) -> Config:
         """Return the Config of the rank `index`. Ranks are counted stage by stage."""
@@ -211,6 +218,7 @@ def draw_settings(seed: int) -> tuple[Settings, random.Random]:
         faults=rng.choice((0, 1, 2, 3, 4, 6)),
         naps=rng.randint(2, 8) if model.sleeps else 0,
         pauses=rng.randint(1, 6) if pauses(seed) else 0,
+        retrains=rng.randint(2, 8) if retrains(seed) else 0,
     )
     return settings, rng
 

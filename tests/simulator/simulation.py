@@ -25,7 +25,7 @@ from kvflow.testing.simulated_network import Network, SimFlight
 from kvflow.testing.virtual_loop import Deadlock, SimProcess, SimProcessState, VirtualLoop, new_virtual_loop
 from kvflow.transport.inproc import Row, flip_byte
 from tests.simulator import loading, offering, sharing
-from tests.simulator.actions import FAULTS, nap, pause_machine, pick
+from tests.simulator.actions import FAULTS, nap, pause_machine, pick, retrain
 from tests.simulator.checks import check_changed, check_quiet
 from tests.simulator.engine import SimEngine
 from tests.simulator.prompts import Prompts
@@ -76,6 +76,8 @@ class Simulation:
         self.network = Network(loop, rng, self.note, self._landing, self._landed)
         self.engines = [SimEngine(self, shape, index) for index, shape in enumerate(settings.shapes)]
         self.prompts = Prompts()
+        self.weights = 0
+        """Number of the newest weights that an engine has."""
         self.on_pin: Callable[[SimEngine], None] = lambda _: None
         """Called with an engine when the engine pins a prefix for a reader."""
         self.changed: dict[SimRank, SimEngine] = {}
@@ -149,6 +151,8 @@ class Simulation:
             self.some_time(self.strike, nap)
         for _ in range(self.settings.pauses):
             self.some_time(self.strike, pause_machine)
+        for _ in range(self.settings.retrains):
+            self.some_time(self.strike, retrain)
         if self.settings.model.shares:
             sharing.begin(self)
         await self.pass_time(self.settings.span_s)
@@ -193,6 +197,8 @@ class Simulation:
         for engine in self.engines:
             engine.go_on()
             engine.host.poller_stalled_until_s = 0.0
+            if engine.weights != self.weights:
+                engine.retrain(self.weights)
 
     async def _settle(self) -> None:
         """Wait until all tasks have ended and nothing is pinned. Fail if that takes longer than `_SETTLE_S`."""

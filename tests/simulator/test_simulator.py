@@ -13,12 +13,15 @@ from budgets import budget
 
 from tests.simulator import describe, simulate
 from tests.simulator.actions import DELIVERIES, FAULTS
+from tests.simulator.settings import retrains
 from tests.simulator.sharing import STRIKES
 
 ROOT = Path(__file__).parents[2]
 SEEDS_PER_TEST = budget(48, 192)
 SEEDS = budget(48, 192)
 SEEDS_TWICE = budget(2, 8)
+RETRAINED_SEEDS = budget(32, 96)
+_RETRAINED_SEED = 6 * 96
 
 PRINT_DIGESTS = f"""
 from tests.simulator import simulate
@@ -37,6 +40,20 @@ def test_no_promise_is_broken(first: int) -> None:
     assert counts["load: ok"] > 8 * SEEDS_PER_TEST, f"the workload mostly fails: {counts}"
     if first == 0 and SEEDS_PER_TEST == 192:
         assert not every_kind() - set(counts), "a workload in which something never happens"
+
+
+@pytest.mark.budget
+def test_nothing_of_other_weights_is_used() -> None:
+    """Engines get new weights in any order, while they offer, load and pull."""
+    counts: Counter[str] = Counter()
+    for seed in range(_RETRAINED_SEED, _RETRAINED_SEED + RETRAINED_SEEDS):
+        assert retrains(seed)
+        result = simulate(seed)
+        assert result.violation is None, describe(result)
+        counts += result.counts
+    assert counts["fault: retrain"] > RETRAINED_SEEDS, counts
+    assert counts["load: WeightsMismatch"] > RETRAINED_SEEDS, counts
+    assert counts["load: ok"] > 4 * RETRAINED_SEEDS, counts
 
 
 def every_kind() -> set[str]:

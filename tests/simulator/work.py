@@ -68,6 +68,8 @@ class SimOffer:
     tables: list[list[int]]
     """Block ids by group."""
     ttl_s: float
+    weights: int
+    """Number of the weights with which the prompt is computed."""
     leases: list[Lease] = field(default_factory=list)
     given_back_s: float | None = None
     """Time at which the engine got the blocks back, or died; None before."""
@@ -196,6 +198,8 @@ class SimPull:
     cancelled: bool = False
     device: list[DeviceWork | None] = field(default_factory=list)
     """Device work of the blocks' former owner that may still write to them, by rank."""
+    weights: int = 0
+    """Number of the reader's weights at the beginning of the pull."""
 
     @property
     def request_id(self) -> str:

@@ -139,6 +139,49 @@ async def test_the_next_runtime_finds_it_and_one_with_another_cache_does_not(tmp
         engine.assert_equal([30, 31, 29], expected)
 
 
+async def test_entries_of_other_weights_are_not_found(engine: StoringEngine) -> None:
+    """They are there again for an engine with their weights, such as the next one after a roll-back."""
+    first = engine.bytes_of([1, 2, 3])
+    await engine.save("a")
+    for version in ("step-7", "step-8"):
+        engine.runtime.set_weights(version)
+        assert not engine.storage.has("a")
+        with pytest.raises(NotStored):
+            await engine.restore("a")
+        engine.fill([1, 2, 3], float(version[-1]))
+        await engine.save("a")
+        assert await engine.storage.drop(["b"]) == 0
+    engine.runtime.set_weights("step-7")
+    await engine.restore("a")
+    assert all(float(tensor.min()) == float(tensor.max()) == 7.0 for tensor in engine.bytes_of([4, 5, 6]))
+    assert engine.store.entries == 3
+    async with storing(engine.folder / "other") as other:
+        await other.save("a")
+        other.assert_equal([1, 2, 3], first)
+
+
+async def test_a_save_under_way_is_of_the_weights_that_it_began_with(engine: StoringEngine) -> None:
+    engine.mover.gate.clear()
+    saving = asyncio.create_task(engine.save("a"))
+    await until(lambda: engine.moves)
+    engine.runtime.set_weights("step-7")
+    engine.mover.gate.set()
+    await saving
+    assert not engine.storage.has("a")
+
+
+async def test_a_restore_under_way_finds_nothing_once_weights_are_replaced(engine: StoringEngine) -> None:
+    """The entry stays, and is not taken for a damaged one."""
+    await engine.save("a")
+    restoring = await engine.held("a")
+    engine.runtime.set_weights("step-7")
+    engine.mover.gate.set()
+    with pytest.raises(NotStored, match="weights were replaced during the restore"):
+        await restoring
+    assert (engine.store.entries, engine.store.missed, engine.store.damaged) == (1, 1, 0)
+    await engine.quiet()
+
+
 async def test_saves_of_one_key_leave_one_entry(engine: StoringEngine) -> None:
     """At once, and one after the other: then it has the new blocks."""
     await asyncio.gather(*(engine.save("a", [at, at + 1]) for at in range(6)))

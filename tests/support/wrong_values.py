@@ -72,6 +72,7 @@ _TEXTS = (
     "Traceparent",
     "PromptDigest",
     "TicketLeaseId",
+    "Weights",
     "OfferDigest",
 )
 REFUSED: Mapping[str, Callable[[], list[Any]]] = {

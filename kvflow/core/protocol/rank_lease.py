@@ -17,14 +17,14 @@ from msgspec import Meta
 
 from kvflow import checks
 from kvflow.checks import Int64, is_name, short_repr
-from kvflow.core.bounds import ENTRIES_MAX, Count, TicketLeaseId
+from kvflow.core.bounds import ENTRIES_MAX, WEIGHTS_CHARS_MAX, Count, TicketLeaseId, Weights
 from kvflow.core.cache.groups import GROUPS_MAX
 from kvflow.core.cache.tensors import NAME_CHARS_MAX
 from kvflow.core.plan.topology import Rank
 from kvflow.errors import InvalidInput, RequestError
 from kvflow.hosts import HOST_CHARS_MAX, PORT_MAX, address_at, is_host, plain_host
 
-_TEXTS = operator.attrgetter("host", "incarnation", "lease_id")
+_TEXTS = operator.attrgetter("host", "incarnation", "lease_id", "weights")
 
 Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
 Host: TypeAlias = Annotated[str, Meta(max_length=HOST_CHARS_MAX)]
@@ -76,10 +76,15 @@ class RankLease(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_onl
     held: bool = True
     """True if the producer holds the blocks for `SealLocation.hold_s` after the lease's end. If False, readers have to
     fetch the seal after the last byte has landed."""
+    weights: Weights = ""
+    """Version of the weights with which the rank has computed the blocks. No checksum covers it: readers from before
+    this field ignore it."""
 
     def __post_init__(self) -> None:
         if {*map(type, _TEXTS(self))} != {str}:
             raise str_subclass_error(self)
+        if self.weights and not is_name(self.weights, WEIGHTS_CHARS_MAX):
+            raise RequestError(f"ticket: weights {self.weights!a} is not a printable name")
         host = check_rank_address(self.host, self.port, self.incarnation)
         if host != self.host:  # `plain_host` has normalized it
             msgspec.structs.force_setattr(self, "host", host)

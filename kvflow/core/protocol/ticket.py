@@ -8,7 +8,8 @@ this id must be a secret of the ticket.
 
 In a ticket's dict each rank's entry has a checksum of the lease id and of all fields that readers rely on. A dict that
 was changed in transit, or mixed from several tickets, is refused. The checksum has no key: it guards against mistakes
-only. It leaves out the engine id, host and port, because the engine that answers at the address identifies itself.
+only. It leaves out the engine id, host and port, because the engine that answers at the address identifies itself, and
+the version of the weights, which older readers do not know.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from kvflow.core.protocol.rank_lease import (
     str_subclass_error,
 )
 from kvflow.core.protocol.spare import SPARE_CHARS_MAX, SPARE_MARK, without_spare
-from kvflow.errors import RequestError
+from kvflow.errors import RequestError, WeightsMismatch
 from kvflow.hosts import PORT_MAX, address_at
 from kvflow.limits import REQUEST_ID_CHARS_MAX
 
@@ -555,6 +556,21 @@ def check_lease(lease: RankLease, ticket: Ticket) -> None:
         raise RequestError(
             f"ticket: tp_rank {lease.tp_rank} of {ticket.tp_size}, pp_rank {lease.pp_rank} of {ticket.pp_size}"
         )
+
+
+def check_weights(ticket: Ticket, lease: RankLease, ours: str) -> None:
+    """Raise WeightsMismatch unless the blocks of `lease`, of `ticket` or its rank's answer, are of the weights `ours`.
+
+    An engine that was never told of its weights cannot vouch for any version, so "" is compared like every other.
+    """
+    if lease.weights != ours:
+        blocks = f"the blocks of request {ticket.request_id!r} from {ticket.engine_id!r} at {lease.address}"
+        raise WeightsMismatch(f"{blocks} were computed with other weights: ours {ours!r}, theirs {lease.weights!r}")
+
+
+def with_weights(ticket: Ticket, version: str) -> Ticket:
+    """Return a copy of `ticket` which says that all its blocks were computed with the weights `version`."""
+    return with_changes(ticket, ranks=tuple(msgspec.structs.replace(rank, weights=version) for rank in ticket.ranks))
 
 
 def with_changes(ticket: Ticket, **changes: Any) -> Ticket:

@@ -116,6 +116,8 @@ class Load:
         self.begun_s = self._phase_begun_s = begun_s
         self.deadline_at_s = math.inf
         """Time of the load's deadline, by the event loop's clock."""
+        self.weights = ""
+        """Version of this engine's weights when the load was accepted. With others the load fails."""
         self.phase = "queued"
         self.waits_for: Callable[[], str] | None = None
         """Function that returns, as text for errors, what the current phase waits for. None if the phase's name says

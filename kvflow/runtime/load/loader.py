@@ -87,6 +87,7 @@ class Loader:
         self._config = context.config
         self._rank = context.rank
         self._local = context.local
+        self._weights = context.weights
         self._observers = context.observers
         self._clock = context.clock
         self._now_s = context.clock.now_s
@@ -243,6 +244,7 @@ class Loader:
             raise
         deadline_s = config.load_deadline_s if plain.deadline_s is None else plain.deadline_s
         load = self.load_type(plain, tickets[0], tables, entries, self._clock, begun_s)
+        load.weights = self._weights.version
         if deadline_s <= 0:
             load.stall_text = f": its deadline_s was {deadline_s:g} when it was requested"
         load.deadline_at_s = asyncio.get_running_loop().time() + deadline_s - waited_s

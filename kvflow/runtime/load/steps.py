@@ -60,6 +60,7 @@ class LoadSteps:
         self._local = context.local
         self._clock = context.clock
         self._token_hex = context.token_hex
+        self._weights = context.weights
         self._peers = peers
         self._resolver = resolver
         self._leases = leases
@@ -104,6 +105,9 @@ class LoadSteps:
         self._peers.note_read_success(plan.sources, fresh=fresh)
         if not fresh:
             raise _stale_error(load)
+        if load.weights != self._weights.version:
+            both = f"this engine's weights {load.weights!r} were replaced by {self._weights.version!r}"
+            raise load.failure(LeaseExpired, f"{both} during the load: compute the prompt again")
         return await self._notify_and_report(load, sources)
 
     async def _perform_empty(self, load: Load) -> LoadReport:

@@ -32,7 +32,7 @@ from kvflow.core.protocol.addresses import Address, PeerAddress
 from kvflow.core.protocol.messages import LeaseAnswerState
 from kvflow.core.protocol.proof import SEAL_SIZE_BYTES, SealProof
 from kvflow.core.protocol.rank_lease import RankLease
-from kvflow.core.protocol.ticket import Ticket, check_lease, read_ticket
+from kvflow.core.protocol.ticket import Ticket, check_lease, check_weights, read_ticket
 from kvflow.errors import (
     LeaseExpired,
     PeerError,
@@ -89,6 +89,7 @@ class TicketResolver:
         config, local = context.config, context.local
         self._config = config
         self._clock = context.clock
+        self._weights = context.weights
         self.read_ticket: ReadTicket = partial(read_ticket, block_ids_max=config.limits.block_ids_max)
         """Function that decodes and checks a ticket given by a caller. RequestError if the ticket is invalid."""
         self._local = local
@@ -109,8 +110,9 @@ class TicketResolver:
 
         Return a source for each rank that the load reads from or only notifies at its end. `on_source` is called with
         each source as soon as it is known. LeaseExpired if a rank restarted or its lease has ended; PrefillFailed if a
-        rank answers that the prompt will not be computed; RequestError if the ticket is impossible, or the address of a
-        rank cannot be derived. If cancelled, stop waiting; handshakes under way go on.
+        rank answers that the prompt will not be computed; WeightsMismatch if a rank has computed the blocks with other
+        weights; RequestError if the ticket is impossible, or the address of a rank cannot be derived. If cancelled,
+        stop waiting; handshakes under way go on.
         """
 
         async def visit(at: Address) -> _ConnectedRank:
@@ -135,6 +137,9 @@ class TicketResolver:
                 on_source(source)
             return peer, connection, source
 
+        for lease in ticket.ranks:
+            if lease.lease_id:  # else the rank's answer says with which weights it has computed the blocks
+                check_weights(ticket, lease, self._weights.version)
         await self.check_compatible(ticket)
         reached = await for_each(await self.visit_ranks(ticket, visit), complete, _QUESTIONS_AT_ONCE_MAX)
         self._check_layers(ticket, [(peer, connection) for peer, connection, _ in reached])
@@ -147,6 +152,7 @@ class TicketResolver:
         is returned, `on_source` has not been called. PeerIncompatible if the ranks do not have all layers of this rank.
         """
         parallelism, engine_id, known = ticket.parallelism, ticket.engine_id, self._peers.by_address
+        weights = self._weights.version
         plan = self._plans.get((parallelism, ticket.dp_rank))
         if plan is None or not plan.ranks:
             return None
@@ -162,6 +168,8 @@ class TicketResolver:
                 return None
             cut_alike = connection.parallelism == parallelism and connection.ticket_groups == ticket.groups
             if not cut_alike or not 0 <= lease.seal_index < connection.seal_count:
+                return None
+            if lease.weights != weights:
                 return None
             reached.append((peer, connection))
             connections.append(connection)
@@ -336,8 +344,10 @@ class TicketResolver:
         """Return the source for `lease`, which `peer` has sent in an answer, after checking the lease.
 
         `tables`: leased block ids by group, or empty. LeaseExpired if the lease is of another incarnation than the
-        connection; ProtocolError if the lease is impossible, since the peer is at fault, not the caller.
+        connection; WeightsMismatch if `peer` has computed the blocks with other weights; ProtocolError if the lease is
+        impossible, since the peer is at fault, not the caller.
         """
+        check_weights(ticket, lease, self._weights.version)
         counts = connection.num_blocks
         if tables and len(tables) != len(counts):
             what = f"a lease of blocks of {counted(len(tables), 'group')}"

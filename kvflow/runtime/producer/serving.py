@@ -74,6 +74,7 @@ class Serving:
         self._observers = context.observers
         self._token_hex = context.token_hex
         self._local = context.local
+        self._weights = context.weights
         self._blocks = blocks
         self._book = LeaseBook(hold_s=config.limits.seal_hold_s, lifetime_s=config.lease_lifetime_s)
         self._open_leases: dict[LeaseEntry, OpenLease] = {}
@@ -163,7 +164,7 @@ class Serving:
             more_block_ids=((),) * (len(self._local.groups) - 1),
             num_tokens=0,
             ttl_s=self._config.lease_ttl_s,
-            ranks=(RankLease(**self._lease_facts, lease_id="", seal_index=0),),
+            ranks=(RankLease(**self._lease_facts, lease_id="", seal_index=0, weights=self._weights.version),),
             traceparent="",
             prompt_digest="",
         )
@@ -184,6 +185,7 @@ class Serving:
             "pending": (len(held.entries) > 0 and held.computed < held.num_tokens) or extends,
             "payload": request.payload,
             "held": hold_blocks,
+            "weights": self._weights.version,
         }
         offer = {
             "request_id": request.request_id,
@@ -278,6 +280,10 @@ class Serving:
         These are the questions that wait now, and later ones.
         """
         self.lease_answers.refuse_questions("it is closing, or its cache is being unregistered")
+        self.revoke_all()
+
+    def revoke_all(self) -> None:
+        """Revoke all open leases. Others may be opened afterwards."""
         for entry in list(self._open_leases):
             self._end_lease(entry, "revoke")
 

@@ -169,7 +169,16 @@ def required(kind: type) -> list[str]:
 
 
 def test_the_fields_below_are_all_there_are() -> None:
-    later = {"more_block_ids", "groups", "more_kinds", "pending", "payload", "held", "digest"}  # not of every ticket
+    later = {
+        "more_block_ids",
+        "groups",
+        "more_kinds",
+        "pending",
+        "payload",
+        "held",
+        "weights",
+        "digest",
+    }  # not of every ticket
     known = {*_PARAMS, *_PARAMS["kvflow"], *RankLease.__struct_fields__}
     assert {key_of(path) for path in [*REQUIRED, *BLOCK_IDS]} == known - later
     assert [len(required(kind)) for kind in (int, str, bool, float)] == [16, 10, 3, 1]
@@ -201,6 +210,7 @@ WRONG: list[tuple[list[str], tuple[object, ...]]] = [
     (NAMES, ("a\x00b", "a\x1bb")),  # a NUL ends a host for C; control characters forge log lines
     (HOSTS, ("0.0.0.0", "*", "[::]", "::", "[h]", "[10.0.0.7]", "fd00::2%", "fd00::2%a b", "h:1", "tcp://h")),
     (HOSTS, ("a..b", "a.b." + "c" * 64)),  # Python's resolver answers with a UnicodeError instead of an OSError
+    ([f"{rank}weights" for rank in OF_RANKS], ("two words", "x" * 129, "\ud800", "a\x00b", 7, None)),
     (["kvflow.prompt_digest"], ("0" * 31, "0" * 33, "0" * 32 + "\n", "g" * 32, "٠" * 32)),
     (["remote_request_id"], ("", "x" * 1025)),
     (["kvflow.ranks"], ([], _PARAMS["kvflow"]["ranks"][1:] * 1025)),
