@@ -26,7 +26,8 @@ from kvflow.transport.device.cache_device import CacheDevice
 
 ROOT = Path(__file__).parents[1]
 PARTS = ("failover", "growing", "prefix", "staging", "stock", "storage", "verify")
-CORE = ("tests/core", "tests/transport", "tests/runtime/test_lifecycle.py", "tests/runtime/test_ownership.py")
+RUNTIME = ("tests/runtime/test_lifecycle.py", "tests/runtime/test_ownership.py")
+CORE = ("tests/core", "tests/transport", *RUNTIME)
 
 WITHOUT_INSTALLED = """import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in getattr(finder, "__module__", "")]
@@ -47,18 +48,20 @@ def copy(tmp_path: Path) -> Path:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("part", PARTS)
-def test_the_core_works_without_a_part(copy: Path, part: str) -> None:
+@pytest.mark.parametrize("without", [*((part,) for part in PARTS), PARTS], ids=[*PARTS, "any"])
+def test_the_core_works_without_a_part(copy: Path, without: tuple[str, ...]) -> None:
     """Thorough: see `test_imports_point_to_the_inner_rings` of `test_house.py`."""
-    shutil.rmtree(copy / "kvflow" / part)
-    shutil.rmtree(copy / "tests" / part)
-    names = copy / "kvflow" / "__init__.py"
-    names.write_text(re.sub(rf'\n    "kvflow\.{part}[\w.]*",', "", names.read_text("utf-8")))
-    table = copy / "kvflow" / "parts.py"
-    table.write_text(re.sub(rf'\n    "{part}": .*', "", table.read_text("utf-8")))
-    said = run(copy, "-c", f"import kvflow, importlib.util as u; print(kvflow.__file__, u.find_spec('kvflow.{part}'))")
-    assert said.split() == [str(names), "None"]
-    run(copy, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *CORE)
+    names, table = copy / "kvflow" / "__init__.py", copy / "kvflow" / "parts.py"
+    for part in without:
+        shutil.rmtree(copy / "kvflow" / part)
+        shutil.rmtree(copy / "tests" / part)
+        names.write_text(re.sub(rf'\n    "kvflow\.{part}[\w.]*",', "", names.read_text("utf-8")))
+        table.write_text(re.sub(rf'\n    "{part}": .*', "", table.read_text("utf-8")))
+    looked_for = [f"u.find_spec('kvflow.{part}')" for part in without]
+    said = run(copy, "-c", f"import kvflow, importlib.util as u; print(kvflow.__file__, {', '.join(looked_for)})")
+    assert said.split() == [str(names), *["None"] * len(without)]
+    # Tests of pure code and of transports, which import no part, run once.
+    run(copy, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(CORE if without == PARTS else RUNTIME))
     run(copy, "-m", "kvflow.cli.main", "selftest")
     run(copy, "-c", "import kvflow.blocking, kvflow.connector.scheduler, kvflow.connector.worker, kvflow.ray")
 

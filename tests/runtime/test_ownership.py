@@ -166,6 +166,7 @@ VERBS: dict[str, Callable[[Runtime, Lease, Load], object]] = {
     "Runtime.introduce": lambda runtime, *_: runtime.introduce(),
     "Runtime.prewarm": lambda runtime, lease, _: runtime.prewarm([lease.ticket]),
     "Runtime.forget_peer": lambda runtime, *_: runtime.forget_peer("engine"),
+    "Runtime.set_weights": lambda runtime, *_: runtime.set_weights("next"),
     "Runtime.drain": lambda runtime, *_: runtime.drain(1.0),
     "Runtime.aclose": lambda runtime, *_: runtime.aclose(),
     "Lease.wait": lambda _, lease, __: lease.wait(),
