@@ -69,7 +69,7 @@ class StandInDevice:
         return contextlib.nullcontext()
 
     def make_step(self) -> Callable[[], None]:
-        return HostDevice.make_step(HostDevice())
+        return _host_step()
 
     def wait(self) -> None:
         torch.accelerator.synchronize(self._kind)
@@ -186,12 +186,7 @@ class HostDevice:
             yield
 
     def make_step(self) -> Callable[[], None]:
-        matrix = torch.randn(_HOST_SIDE, _HOST_SIDE)
-
-        def step() -> None:
-            torch.mm(matrix, matrix)
-
-        return step
+        return _host_step()
 
     def wait(self) -> None:
         self.launch(lambda: None).synchronize()
@@ -199,6 +194,15 @@ class HostDevice:
     def close(self) -> None:
         self._work.put(None)
         self._thread.join()
+
+
+def _host_step() -> Callable[[], None]:
+    matrix = torch.randn(_HOST_SIDE, _HOST_SIDE)
+
+    def step() -> None:
+        torch.mm(matrix, matrix)
+
+    return step
 
 
 @contextlib.contextmanager

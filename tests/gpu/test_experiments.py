@@ -41,6 +41,7 @@ EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_AL
 SIZES = {"4K": 4 << 10, "32K": 32 << 10, "256K": 256 << 10, "2M": 2 << 20, "8M": 8 << 20}
 REPEATS = 5
 STEPS_S = 300.0
+MAPPED = {"cuda_ipc": True}
 IDS = list(range(0, 32, 2))
 OVERWRITTEN = 1999.0
 """Value of blocks after their lease: no value of a turn."""
@@ -145,18 +146,18 @@ def move(reader: Any, piece_bytes: int, size_bytes: int, operation: str = "READ"
     return [reader.run(RawRank.move, piece_bytes, size_bytes, operation, seed) for seed in seeds][1:]
 
 
-@experiment("E3", 60)
+@experiment("E3", 80)
 def test_computed_late_and_written_late(found: Found) -> None:
     """Whether events keep loads from old bytes: blocks are offered, or loaded into, behind a kernel that sleeps."""
     for (label, config), own_stream in itertools.product(
-        (("straight", {}), ("staged", {"staging": "always"})), (True, False)
+        (("straight", {}), ("mapped", MAPPED), ("staged", {"staging": "always"})), (True, False)
     ):
         case = f"{label}, {'own' if own_stream else 'default'} stream"
         both = specs(found.device, PoolShape(layers=4, blocks=32), **config)
         producer, reader = (replace(spec, own_stream=own_stream) for spec in both)
         with engines(producer, reader) as pair:
             late(found, pair, case, events=True)
-            if not config:  # the control; a staged lease without an event may be refused
+            if "staging" not in config:  # the control; a staged lease without an event may be refused
                 late(found, pair, case, events=False)
 
 
@@ -186,17 +187,23 @@ def late(found: Found, pair: Pair, case: str, *, events: bool) -> None:
             found.add(fact, loads, least=1)
 
 
-@experiment("E6", 40)
+@experiment("E6", 70)
 def test_leases_that_end_under_their_loads(found: Found) -> None:
     """Whether seals hold where devices overwrite: a load that succeeds has the bytes of its lease."""
+    end_leases(found, "NIXL", {}, until_s=found.left_s() / 2)
+    end_leases(found, "mapped", MAPPED, until_s=1.0)
+
+
+def end_leases(found: Found, way: str, config: dict[str, Any], *, until_s: float) -> None:
+    """End leases under their loads, and overwrite the blocks, until `until_s` of the experiment's time is left."""
     pool = PoolShape(layers=8, blocks=found.size(1024, 64))
     half = pool.blocks // 2
     remote, local = scattered_ids(1, pool.blocks, half), scattered_ids(2, pool.blocks, half)
     fresh = gone = wrong = 0
-    with engines(*specs(found.device, pool)) as pair:
+    with engines(*specs(found.device, pool, **config)) as pair:
         pair.hand_over("first", remote, local).succeeded()
         usual_s = pair.hand_over("second", remote, local).succeeded().seconds
-        for turn in itertools.takewhile(lambda _: found.left_s() > 1, range(found.size(300, 12))):
+        for turn in itertools.takewhile(lambda _: found.left_s() > until_s, range(found.size(300, 12))):
             value, name = float(turn % (VALUES - 10) + 2), f"stale {turn}"
             pair.producer.call("fill", block_ids=remote, value=value)
             loading = pair.reader.start("load", **request(name, pair.offer(name, remote), local))
@@ -208,12 +215,19 @@ def test_leases_that_end_under_their_loads(found: Found) -> None:
             else:
                 fresh += 1
                 wrong += pair.reader.call("count_other", block_ids=local, value=value) > 0
-    found.add("succeeded", fresh, least=1)
-    found.add("failed", gone, least=1)
-    found.add("succeeded with other bytes", wrong, equals=0, always=True)
+        add_mapping(found, way, pair, mapped=bool(config))
+    found.add(f"{way}: succeeded", fresh, least=1)
+    found.add(f"{way}: failed", gone, least=1)
+    found.add(f"{way}: succeeded with other bytes", wrong, equals=0, always=True)
 
 
-MAPPED = {"cuda_ipc": True}
+def add_mapping(found: Found, label: str, pair: Pair, *, mapped: bool) -> None:
+    """Record whether the reader has mapped the producer's memory, or why not."""
+    transport = pair.reader.call("statistics")["transport"]
+    found.add(f"{label}: mapped peers", transport["mapped_peers"], equals=int(mapped), always=found.device != "cpu")
+    found.add(f"{label}: not mapped, because", transport["mapping_problem"], equals="", always=True)
+
+
 PIECES: dict[str, dict[str, Any]] = {
     "4K": {"kv_heads": 1, "kv_first": True},
     "32K": {"kv_first": True},
@@ -242,13 +256,6 @@ def test_memory_that_is_mapped(found: Found) -> None:
                     bound = least.get((label, size)) if config else None
                     found.add(f"{label} {way} {size} MB: GB/s", speed, least=bound)
                 add_mapping(found, f"{label} {way}", pair, mapped=bool(config))
-
-
-def add_mapping(found: Found, label: str, pair: Pair, *, mapped: bool) -> None:
-    """Record whether the reader has mapped the producer's memory, or why not."""
-    transport = pair.reader.call("statistics")["transport"]
-    found.add(f"{label}: mapped peers", transport["mapped_peers"], equals=int(mapped), always=found.device != "cpu")
-    found.add(f"{label}: not mapped, because", transport["mapping_problem"], equals="", always=True)
 
 
 @experiment("E14", 60)
