@@ -74,6 +74,19 @@ def test_the_way_is_what_a_device_allows(device: str) -> None:
     assert device == "cpu" or path.transport.startswith("cuda_ipc"), path
 
 
+@pytest.mark.parametrize("device", MOSTLY_CUDA)
+def test_a_cache_is_mapped_until_its_peer_is_forgotten(device: str) -> None:
+    """One batch of copies on a GPU; elsewhere the setting changes nothing."""
+    remote, local = scattered_ids(1, 16, 8), scattered_ids(2, 16, 8)
+    with engines(*specs(device, PoolShape(layers=2, blocks=16), cuda_ipc=True)) as both:
+        both.hand_over("r", remote, local).succeeded()
+        assert both.reader.call("count_other", block_ids=local, value=1.0) == 0
+        for mapped in (device == "cuda", False):
+            transport = both.reader.call("statistics")["transport"]
+            assert (transport["mapped_peers"], transport["mapping_problem"]) == (mapped, "")
+            assert both.reader.call("forget", engine_id="producer")
+
+
 class Cut(NamedTuple):
     """Differences between the producer and the consumer. `tp`: the one with tensor parallelism 2."""
 
