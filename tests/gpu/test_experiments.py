@@ -41,7 +41,7 @@ EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_AL
 SIZES = {"4K": 4 << 10, "32K": 32 << 10, "256K": 256 << 10, "2M": 2 << 20, "8M": 8 << 20}
 REPEATS = 5
 STEPS_S = 300.0
-MAPPED = {"cuda_ipc": True}
+MAPPED: dict[str, Any] = {"cuda_ipc": True}
 IDS = list(range(0, 32, 2))
 OVERWRITTEN = 1999.0
 """Value of blocks after their lease: no value of a turn."""
