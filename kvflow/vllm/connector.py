@@ -66,6 +66,7 @@ from kvflow.vllm.extra_config import (
 from kvflow.vllm.kv_cache_layout import cache_groups, groups_of
 from kvflow.vllm.nixl_settings import settings_in
 from kvflow.vllm.vllm_metrics import KVFlowPromMetrics, KVFlowStats
+from kvflow.vllm.warming import WarmRequests, cut_prompt
 from kvflow.vllm.weights import follow_weight_versions
 
 try:  # vLLM 0.30 and later
@@ -209,6 +210,10 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._prefixes = RequestPrefixes(extra, self._scheduling, self._groups, vllm_config, kv_cache_config)
         pulls = self._prefixes is not None and self._prefixes.pulls
         self._hints = KVHints(pulls=pulls, on_ignored=self._note_ignored_hint)
+        block_tokens = self._groups[0].facts.block_size
+        self._warm = WarmRequests(
+            block_tokens, pulls=pulls, on_end=lambda outcome: self._stats.data["warms"].append(str(outcome))
+        )
         self._scheduler = ConnectorScheduler(
             self._scheduling,
             new_secret=lambda: secrets.token_hex(16),
@@ -278,6 +283,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._warm.bind_pool(gpu_block_pool)
         if self._prefixes is not None:
             self._prefixes.bind_pool(gpu_block_pool)
 
@@ -292,6 +298,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         hinted = self._source_in_hints(request)
         if self._prefixes is not None:
             self._prefixes.add(request, hinted)
+        self._warm.add(request)
         offered = self._scheduling.offers(request.kv_transfer_params or {})
         if offered and self._scheduling.leaves_last_token and not self._leave_out_last_token(request):
             logger.info("request %s: its prompt is not offered: its last token cannot be left out", request.request_id)
@@ -361,7 +368,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         # The request's load may have found the mismatch; under the policy "recompute" vLLM would compute the prompt.
         if self._fail_if_refused(request):
             return None, False
-        return self._scheduler.num_new_matched_tokens(request.request_id, num_computed_tokens)
+        matched = self._scheduler.num_new_matched_tokens(request.request_id, num_computed_tokens)
+        return self._warm.match(request, num_computed_tokens, matched)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         tables = self._transferred_tables(blocks.get_block_ids())
@@ -393,6 +401,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         report = meta if isinstance(meta, KVFlowWorkerReport) else KVFlowWorkerReport()
         self._scheduler.update_from_workers(received=received, sent=sent, found=report.found)
         self._scheduler.refuse(report.refused)
+        self._warm.note_failed(connector_output.failed_recving or ())
         if self._recomputes_failed_loads:
             for _ in connector_output.failed_recving or ():
                 self._scheduler.note_computed_here("its load failed")
@@ -422,7 +431,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         if self._prefixes is not None:
             self._prefixes.finish(request, tables)
         completed = request.status in _COMPLETED
-        return self._scheduler.request_finished(request.request_id, completed=completed, block_ids=tables)
+        hold, params = self._scheduler.request_finished(request.request_id, completed=completed, block_ids=tables)
+        return hold, self._warm.finish(request.request_id) or params
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         return tuple(group.index for group in self._groups)
@@ -652,8 +662,6 @@ def _remove_last_token(request: Request) -> bool:
     cut = request.num_prompt_tokens > 1 and request.prompt_token_ids is not None
     if not cut or request.get_skip_reading_prefix_cache():
         return False
-    request.prompt_token_ids = request.prompt_token_ids[:-1]
-    del request._all_token_ids[-1:]
-    request.num_prompt_tokens -= 1
+    cut_prompt(request, request.num_prompt_tokens - 1)
     request.max_tokens = 1
     return True

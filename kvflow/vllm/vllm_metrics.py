@@ -38,6 +38,7 @@ _COUNTERS = {
     "loads": ("Loads that succeeded, by the kind of proof that their bytes are fresh.", "freshness"),
     "leases": ("Leases that have ended.", "outcome"),
     "prefix_questions": ("Questions to peers for prefixes.", "outcome"),
+    "warms": ("Requests that only warm the cache.", "outcome"),
     "hints_ignored": ("Routers' KV hints, or actions of these, that were ignored.", "reason"),
     "prefix_runs": ("Questions of peers for prefixes, and leases that ended because blocks were reused.", "outcome"),
     "late_reads": ("Reads that ended after their lease: the text may be wrong.", "reader"),
