@@ -15,6 +15,7 @@ from kvflow.core.cache.regions import Device, Span
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.transport.base import Event, MemoryUse, ReadEnded, TransportError
 from kvflow.transport.device import cuda
+from kvflow.transport.base import BY_SOME_BUILDS, DEVICES
 from kvflow.transport.nixl.defaults import POLLING, UNMAPPED_MEMORY, add_settings, backend_params
 from kvflow.transport.nixl.loop import NixlTransport
 
@@ -48,6 +49,11 @@ def test_ucx_is_told_what_is_faster_unless_somebody_chose(monkeypatch: pytest.Mo
     assert add_settings("UCX", "", UNMAPPED_MEMORY) == "RCACHE_ENABLE=n"
     monkeypatch.delenv("UCX_TLS")
     assert add_settings("UCX", "RCACHE_ENABLE=y", UNMAPPED_MEMORY) == "RCACHE_ENABLE=y,TLS=^cuda_ipc"
+
+
+def test_every_kind_of_memory_that_nixl_may_read_into_is_polled() -> None:
+    """A kind without an entry would end the agents' thread at the first read into it."""
+    assert POLLING.keys() == {*DEVICES, *BY_SOME_BUILDS}
 
 
 def test_how_long_reads_are_polled_for() -> None:

@@ -51,6 +51,7 @@ POLLING: Mapping[str, Polling] = {
     "cpu": Polling(150e-6, math.inf),
     # NVLink and RDMA progress only while polled, and end soon: a read of 32 MiB is polled for 7 ms.
     "cuda": Polling(150e-6, 10e9),
+    "xpu": Polling(150e-6, 10e9),  # not tried: as CUDA
 }
 
 
