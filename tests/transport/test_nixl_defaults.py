@@ -13,9 +13,8 @@ import pytest
 from kvflow.config import Config
 from kvflow.core.cache.regions import Device, Span
 from kvflow.core.plan.descriptors import Descriptors
-from kvflow.transport.base import Event, MemoryUse, ReadEnded, TransportError
+from kvflow.transport.base import BY_SOME_BUILDS, DEVICES, Event, MemoryUse, ReadEnded, TransportError
 from kvflow.transport.device import cuda
-from kvflow.transport.base import BY_SOME_BUILDS, DEVICES
 from kvflow.transport.nixl.defaults import POLLING, UNMAPPED_MEMORY, add_settings, backend_params
 from kvflow.transport.nixl.loop import NixlTransport
 
