@@ -12,7 +12,7 @@
     python3 dev.py simulate [options] engines in virtual time under random faults, every promise checked (--help)
     python3 dev.py bars [DIR ...]   how large the house is: lines, classes, messages, what an import loads
     python3 dev.py bench NAME       benches for work on kvflow itself (without NAME: which there are)
-    python3 dev.py peers [options]  one of them: kvflow beside Dynamo's nixl_connect and Mooncake's engine
+    python3 dev.py peers [options]  one of them: kvflow beside what Dynamo, LMCache, Ray, PyTorch and Mooncake have
     python3 dev.py gpu [options]    ten minutes of experiments on a machine with an NVIDIA GPU (--device cpu: a trial)
     python3 dev.py lint | types     ruff and codespell | mypy
     python3 dev.py docs [serve]     build the documentation strictly, into build/site; or serve it while you write
@@ -20,7 +20,7 @@
     python3 dev.py setup            only make the environment
 
 The first run makes a virtual environment in `.venv` (KVFLOW_VENV names another place) and installs what the command
-needs; `.venv-vllm` takes 4 GB (KVFLOW_VLLM_HOME), `.venv-sglang` 3 GB, `.venv-ray` and `.venv-peers` 2 GB each. Without
+needs; `.venv-vllm` takes 4 GB (KVFLOW_VLLM_HOME), `.venv-sglang` and `.venv-peers` 3 GB, `.venv-ray` 2 GB. Without
 an NVIDIA GPU torch is a CPU build: a `+cpu` one where pip is configured to look, or the one that uv selects.
 """
 
@@ -51,7 +51,8 @@ class Environment:
     name: str
     group: str = ""  # of pyproject.toml, installed with kvflow and the model; without one only what `pip` says
     pip: tuple[tuple[str, ...], ...] = ()  # what `pip install` is told, one call after the other
-    prepare: tuple[tuple[str, ...], ...] = ()  # scripts before each use; first a file that makes it unnecessary, or ""
+    # Scripts before each use; first a file that makes it unnecessary, or "". `{python}` below is one that has pip.
+    prepare: tuple[tuple[str, ...], ...] = ()
     variables: tuple[tuple[str, str], ...] = ()
 
 
@@ -89,9 +90,25 @@ RAY = Environment(
     prepare=(("{home}/smollm2/model.json", "examples/openai_server", "unpack", "{home}/smollm2"),),
     variables=(("KVFLOW_RAY_MODEL", "{home}/smollm2"), ("PYTHONPATH", f"{ROOT}:{ROOT / 'examples'}")),
 )
-# The other libraries' engines alone, without the services and GPU libraries that they ask for.
-ENGINES = ("ai-dynamo-runtime==1.6.1", "mooncake-transfer-engine-non-cuda==0.3.13.post1")
-PEERS = Environment(name="peers", group="peers", pip=(("--no-deps", *ENGINES),))
+# The other libraries alone, without the services and GPU libraries that they ask for; what LMCache's channel imports is
+# found by trying. Folders of their own, since each would bring other versions of what kvflow needs.
+LMCACHE = ("lmcache==0.5.6", "llvmlite==0.50.0", "numba==0.68.1", "py-cpuinfo==9.0.0", "sortedcontainers==2.4.0")
+LMCACHE_IMPORTS = ("aiohttp==3.14.5", "cachetools==8.0.2", "prometheus-client==0.26.0", "psutil==7.2.2")
+PEERS = Environment(
+    name="peers",
+    group="peers",
+    pip=(
+        ("--no-deps", "ai-dynamo-runtime==1.6.1"),
+        ("--no-deps", "--upgrade", "--target", "{home}/mooncake", "mooncake-transfer-engine-non-cuda==0.3.13.post1"),
+        ("--upgrade", "--target", "{home}/lmcache", *LMCACHE_IMPORTS, "pyyaml==6.0.4", "requests==2.34.2"),
+        ("--no-deps", "--upgrade", "--target", "{home}/lmcache", *LMCACHE),
+        ("--upgrade", "--target", "{home}/ray", "ray==2.60.0"),
+    ),
+    prepare=(
+        ("{home}/torch-2.15", "tests/bench/peers/torch_files.py", "{home}/torch-2.15", "{python}"),
+        ("{home}/mooncake-system", "tests/bench/peers/system_files.py", "{home}/mooncake-system"),
+    ),
+)
 
 HETERO = ("--prefill-tp", "2", "--decode-tp", "1", "--decode-tp", "4")
 # A command, the environment and group of dependencies that it needs, and what is run there, before the user's options.
@@ -204,7 +221,7 @@ def ensure(environment: Environment, group: str = "") -> Path:
     os.environ.update({variable: str(home)} | {key: text.format(home=home) for key, text in environment.variables})
     for done, *words in environment.prepare:
         if not (done and Path(done.format(home=home)).exists()):
-            check(python, *(word.format(home=home) for word in words))
+            check(python, *(word.format(home=home, python=sys.executable) for word in words))
     return python
 
 

@@ -106,6 +106,10 @@ class Child:
             raise BenchError(f"{self.rank.name}: died before {step.__name__}") from error
         return lambda: cast(ResultT, self._receive(step.__name__))
 
+    def answers_within(self, seconds: float) -> bool:
+        """Wait until the method that was started last has answered, or the child has died. False: not yet."""
+        return self._pipe.poll(seconds)
+
     def _receive(self, what: str) -> object:
         name = self.rank.name
         if not self._pipe.poll(_REPLY_TIMEOUT_S):

@@ -123,6 +123,8 @@ def _cell(value: Any, heading: str) -> str:
     """Seconds in ms; of a spread the median, its quartiles and p99, of several numbers the least and the greatest."""
     cell = partial(_cell, heading=heading)
     match value:
+        case None:
+            return "-"
         case Spread():
             return f"{cell(value.p50)} ({cell(value.p25)}..{cell(value.p75)}), p99 {cell(value.p99)}"
         case tuple():

@@ -11,20 +11,39 @@ those we tried none was faster throughout but MC_TCP_PROTO=1, with which a write
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import threading
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
 from kvflow.bench.cache import BenchCache, CacheShape
 from kvflow.bench.loads import PlannedLoad, Ticket
 from kvflow.bench.raw import AgentAddress
-from tests.bench.transfer.ranks import Job, ReaderRank
-from tests.bench.transfer.raw import block_rows
+from tests.bench.peers.folders import folder, import_from
+from tests.bench.peers.memory import local_rows, remote_rows, runs_of
+from tests.bench.peers.ranks import BreakableReader
+from tests.bench.transfer.ranks import Job
 
 _HOST = "127.0.0.1"
+SYSTEM_LIBRARIES = ("libnl-3.so.200", "libnl-route-3.so.200", "libibverbs.so.1")
+"""In the order in which they need each other."""
 _NO_DEVICE = ""
 _NO_METADATA_SERVER = "P2PHANDSHAKE"
+
+
+def library() -> Any:
+    """Where a rank starts. Libraries of the system that the engine needs come from the environment's own folder."""
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    if found := folder("mooncake-system"):
+        for name in SYSTEM_LIBRARIES:
+            ctypes.CDLL(str(found / name), mode=ctypes.RTLD_GLOBAL)
+    import_from("mooncake")
+    from mooncake import engine
+
+    return engine
 
 
 @contextlib.asynccontextmanager
@@ -35,20 +54,18 @@ async def open_producer(shape: CacheShape) -> AsyncIterator[MooncakeProducer]:
 
 
 @contextlib.asynccontextmanager
-async def open_reader(shape: CacheShape, *, writes: bool) -> AsyncIterator[ReaderRank]:
+async def open_reader(shape: CacheShape, *, writes: bool) -> AsyncIterator[BreakableReader]:
     cache = BenchCache(shape)
     engine = MooncakeEngine(cache)
-    yield ReaderRank(cache, MooncakeWriteRequester(engine) if writes else MooncakeReader(engine), ticks=False)
+    yield BreakableReader(cache, MooncakeWriteRequester(engine) if writes else MooncakeReader(engine))
 
 
 class MooncakeEngine:
     """One side: an engine with the cache registered."""
 
     def __init__(self, cache: BenchCache) -> None:
-        from mooncake.engine import TransferEngine
-
         self._cache = cache
-        self._engine: Any = TransferEngine()
+        self._engine: Any = library().TransferEngine()
         _succeeded("initialize", self._engine.initialize(_HOST, _NO_METADATA_SERVER, "tcp", _NO_DEVICE))
         sizes = [cache.shape.layer_size_bytes] * len(cache.bases)
         _succeeded("register", self._engine.batch_register_memory(list(cache.bases), sizes))
@@ -57,16 +74,20 @@ class MooncakeEngine:
         return AgentAddress(f"{_HOST}:{self._engine.get_rpc_port()}", bases=self._cache.bases)
 
     def read(self, peer: AgentAddress, loads: Sequence[PlannedLoad]) -> None:
-        engine, lists = self._engine, [self._lists(peer, load.local_ids, load.remote_ids) for load in loads]
+        engine = self._engine
+        lists = [self._lists(peer, load) for load in loads]
         self._move(engine.batch_transfer_sync_read, engine.batch_transfer_async_read, peer, lists)
 
     def write(self, peer: AgentAddress, loads: Sequence[PlannedLoad]) -> None:
-        engine, lists = self._engine, [self._lists(peer, load.remote_ids, load.local_ids) for load in loads]
+        engine = self._engine
+        swapped = [replace(load, local_ids=load.remote_ids, remote_ids=load.local_ids) for load in loads]
+        lists = [self._lists(peer, load) for load in swapped]
         self._move(engine.batch_transfer_sync_write, engine.batch_transfer_async_write, peer, lists)
 
-    def _lists(self, peer: AgentAddress, own_ids: Sequence[int], peer_ids: Sequence[int]) -> tuple[list[int], ...]:
-        """Where the pieces are here, where they are there, and how long they are."""
-        own, there = block_rows(self._cache, self._cache.bases, own_ids), block_rows(self._cache, peer.bases, peer_ids)
+    def _lists(self, peer: AgentAddress, load: PlannedLoad) -> tuple[list[int], ...]:
+        """Where the ranges are here, where they are there, and how long they are."""
+        runs = runs_of(load)
+        own, there = local_rows(self._cache, runs), remote_rows(self._cache, peer.bases, runs)
         return own[:, 0].tolist(), there[:, 0].tolist(), own[:, 1].tolist()
 
     def _move(self, sync: Any, begin: Any, peer: AgentAddress, lists: Sequence[tuple[list[int], ...]]) -> None:
@@ -122,6 +143,10 @@ class MooncakeReader:
 
         return job
 
+    async def wait_safe(self) -> bool:
+        """The call has returned."""
+        return True
+
 
 class MooncakeWriteRequester:
     """A way to load that has the producer write."""
@@ -141,6 +166,10 @@ class MooncakeWriteRequester:
                 raise RuntimeError(f"the producer's write: {error}")
 
         return job
+
+    async def wait_safe(self) -> bool:
+        """The producer has answered."""
+        return True
 
 
 def _succeeded(what: str, code: int) -> None:

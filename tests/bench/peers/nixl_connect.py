@@ -1,8 +1,8 @@
 """Dynamo's `nixl_connect`, used as its pages show: a readable operation for each load, and a read of it.
 
-A descriptor is K or V of a block in one layer, as for everybody. The operations register their descriptors with NIXL
-and take that back, and look for their end every few milliseconds, which is how the library works. What the producer
-does to offer, and to describe what it offers, is not timed, as with kvflow's leases and tickets.
+A descriptor is K or V of neighbouring blocks in one layer, as for everybody. The operations register their descriptors
+with NIXL and take that back, and look for their end every few milliseconds, which is how the library works. What the
+producer does to offer, and to describe what it offers, is not timed, as with kvflow's leases and tickets.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from kvflow.bench.cache import BenchCache, CacheShape
 from kvflow.bench.loads import PlannedLoad, Ticket
 from kvflow.bench.raw import AgentAddress
-from tests.bench.transfer.ranks import Job, ReaderRank, together
-from tests.bench.transfer.raw import block_rows
+from tests.bench.peers.memory import local_rows, remote_rows, runs_of
+from tests.bench.peers.ranks import BreakableReader
+from tests.bench.transfer.ranks import Job, together
 
 
 @contextlib.asynccontextmanager
@@ -28,16 +32,16 @@ async def open_producer(shape: CacheShape) -> AsyncIterator[ConnectProducer]:
 
 
 @contextlib.asynccontextmanager
-async def open_reader(shape: CacheShape) -> AsyncIterator[ReaderRank]:
+async def open_reader(shape: CacheShape) -> AsyncIterator[BreakableReader]:
     cache = BenchCache(shape)
-    yield ReaderRank(cache, ConnectReader(cache))
+    yield BreakableReader(cache, ConnectReader(cache))
 
 
 class ConnectProducer:
     """Its tickets are the operations' own descriptions of themselves."""
 
     def __init__(self, cache: BenchCache) -> None:
-        nixl_connect = _library()
+        nixl_connect = library()
         self._cache = cache
         self._descriptor = nixl_connect.Descriptor
         self._connector = nixl_connect.Connector()
@@ -50,7 +54,7 @@ class ConnectProducer:
         tickets: list[Ticket] = []
         for load in loads:
             operation = await self._connector.create_readable(
-                _descriptors(self._descriptor, self._cache, load.remote_ids)
+                _descriptors(self._descriptor, remote_rows(self._cache, self._cache.bases, runs_of(load)))
             )
             self._readable.append(operation)
             tickets.append(operation.metadata().model_dump())
@@ -65,7 +69,7 @@ class ConnectProducer:
 
 class ConnectReader:
     def __init__(self, cache: BenchCache) -> None:
-        nixl_connect = _library()
+        nixl_connect = library()
         self._cache = cache
         self._descriptor = nixl_connect.Descriptor
         self._connector = nixl_connect.Connector()
@@ -76,15 +80,20 @@ class ConnectReader:
 
     def prepare(self, loads: Sequence[PlannedLoad], tickets: Sequence[Ticket]) -> Job:
         pairs = zip(loads, tickets, strict=True)
-        return together([partial(self._load, load.local_ids, ticket) for load, ticket in pairs])
+        return together([partial(self._load, *pair) for pair in pairs])
 
-    async def _load(self, local_ids: Sequence[int], ticket: Ticket) -> None:
-        readable, local = self._read_ticket(ticket), _descriptors(self._descriptor, self._cache, local_ids)
+    async def wait_safe(self) -> bool:
+        """The operation's block has ended: it has let go of the transfer and of the memory."""
+        return True
+
+    async def _load(self, load: PlannedLoad, ticket: Ticket) -> None:
+        local = _descriptors(self._descriptor, local_rows(self._cache, runs_of(load)))
+        readable = self._read_ticket(ticket)
         with await self._connector.begin_read(readable, local) as operation:
             await operation.wait_for_completion()
 
 
-def _library() -> Any:
+def library() -> Any:
     """Where a rank starts: the import takes seconds."""
     logging.getLogger("dynamo.nixl_connect").setLevel(logging.ERROR)  # it warns that there is no GPU
     from dynamo import nixl_connect
@@ -92,6 +101,5 @@ def _library() -> Any:
     return nixl_connect
 
 
-def _descriptors(descriptor: Any, cache: BenchCache, block_ids: Sequence[int]) -> list[Any]:
-    rows = block_rows(cache, cache.bases, block_ids).tolist()
-    return [descriptor((start, size, "cpu", None)) for start, size, _ in rows]
+def _descriptors(descriptor: Any, rows: npt.NDArray[np.uint64]) -> list[Any]:
+    return [descriptor((start, size, "cpu", None)) for start, size in rows.tolist()]
