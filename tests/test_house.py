@@ -113,7 +113,9 @@ ALSO_PURE = {f"kvflow/{part}/{name}.py" for part, names in PURE_HALVES.items() f
 
 # The bench measures kvflow against bare NIXL, and against other libraries.
 COMPARED_WITH_KVFLOW = {"kvflow/bench/raw.py", "tests/bench/transfer/raw.py", "tests/gpu/raw.py"}
-COMPARED_WITH_KVFLOW |= {f"tests/bench/peers/{name}.py" for name in ("mooncake", "nixl_connect")}
+COMPARED_WITH_KVFLOW |= {
+    f"tests/bench/peers/{name}.py" for name in ("lmcache", "mooncake", "nixl_connect", "rdt", "torch_transport")
+}
 
 # The library waits for events. Where a peer sends none it looks again and again, with growing pauses and a bound.
 LOOKING_AGAIN = {

@@ -46,6 +46,11 @@ def check_peers(report: Report) -> None:
     left_out = {row["contender"]: row["why"] for row in report.get("left out", [])}
     assert all("not installed" in why or "import" in why for why in left_out.values())
     here = [peer for peer in Peer if peer not in left_out]
+    for name in ("cold", "idle", "cancel", "memory"):
+        found = [(row["transport"], row["contender"]) for row in report[name]]
+        assert found == [(fabric, peer) for fabric in Fabric for peer in here if runs_over(peer, fabric)]
+    assert [(row["fault"], row["contender"]) for row in report["faults"]] == list(product(("killed", "stopped"), here))
+    assert [row["landed_mb"] for row in report["cancel"] if row["contender"] == "kvflow"] == [0.0, 0.0]
     for where in product(Fabric, ("one block", "4 x 1 MB")):
         found = [row["contender"] for row in rows if key(row) == where]
         assert found == [peer for peer in here if runs_over(peer, where[0])]
@@ -155,7 +160,12 @@ SMALLEST: dict[str, tuple[str, Callable[[Report], None], tuple[str, ...]]] = {
         check_transfer,
         ("raw_example", "bare_hop", "idle CPU"),
     ),
-    "peers": ("--sizes block,4x1 --pairs 1 --rounds 1 --layers 2", check_peers, ("raw_tuned", "4 x 1 MB")),
+    "peers": (
+        "--sizes block,4x1 --pairs 1 --rounds 1 --layers 2 --cold-blocks 16 --idle-s 0.5 --broken-mb 16 --trials 1 "
+        "--bound-s 10 --loads 20",
+        check_peers,
+        ("raw_tuned", "4 x 1 MB", "landed mb", "killed"),
+    ),
     "topology": ("--size 1 --rounds 2 --layers 2", check_topology, ("staged", "Ratios are of speed")),
     "fairness": ("--size 256 --rounds 1", check_fairness, ("one block, behind", "delay")),
     "pages": ("--pages 64,2048 --rounds 2", check_pages, ("scattered", "longest turn ms")),

@@ -16,7 +16,8 @@ from kvflow.bench.child import BenchError, Child, Environment, RankProcess
 from kvflow.bench.loads import Fabric
 from kvflow.transport.nixl.defaults import backend_params
 from tests.bench.peers import lmcache, mooncake, nixl_connect, rdt, torch_transport
-from tests.bench.peers.ranks import open_hop_reader, open_kvflow_reader, open_raw_reader
+from tests.bench.peers.kvflow_reader import open_kvflow_reader
+from tests.bench.peers.ranks import open_hop_reader, open_raw_reader
 from tests.bench.peers.trials import one_load
 from tests.bench.scenario import SpinningRank, open_ranks, resumed
 from tests.bench.transfer.ranks import open_raw_producer

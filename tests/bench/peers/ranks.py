@@ -6,12 +6,9 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
-from functools import partial
 from typing import NamedTuple, Protocol
 
-import kvflow
 from kvflow.bench.cache import BenchCache, CacheShape
-from kvflow.bench.engine import config_of, open_runtime
 from kvflow.bench.loads import PlannedLoad, Ticket
 from kvflow.bench.raw import AgentAddress, Backends, TunedAgent
 from tests.bench.peers.memory import LandedBytes
@@ -21,7 +18,6 @@ from tests.bench.transfer.ranks import (
     Job,
     ReaderRank,
     ThreadHopReader,
-    together,
 )
 
 WARM_LOADS = 3
@@ -139,7 +135,7 @@ async def _outcome(task: asyncio.Future[object]) -> str:
     return "loaded" if error is None else type(error).__name__
 
 
-# --- raw NIXL, a bare hop, and kvflow
+# --- raw NIXL and a bare hop
 
 
 class RawReader(BlockingReader):
@@ -157,36 +153,6 @@ class HopReader(ThreadHopReader):
         return True
 
 
-class KVFlowReader:
-    """kvflow as an engine uses it. The error of a load holds what has to be waited for."""
-
-    def __init__(self, runtime: kvflow.Runtime) -> None:
-        self._runtime = runtime
-        self._quarantine: kvflow.Load | None = None
-
-    async def connect(self, address: AgentAddress) -> None:
-        """Connect to no peer: the tickets have the addresses."""
-
-    def prepare(self, loads: Sequence[PlannedLoad], tickets: Sequence[Ticket]) -> Job:
-        requests = [
-            kvflow.LoadRequest(load.request_id, ticket=ticket, block_ids=load.local_ids)
-            for load, ticket in zip(loads, tickets, strict=True)
-        ]
-        return together([partial(self._load, request) for request in requests])
-
-    async def wait_safe(self) -> bool:
-        if self._quarantine is not None:
-            await self._quarantine.settled()
-        return True
-
-    async def _load(self, request: kvflow.LoadRequest) -> None:
-        try:
-            await self._runtime.load_blocks(request)
-        except BaseException as error:
-            self._quarantine = getattr(error, "quarantine", None)
-            raise
-
-
 @contextlib.asynccontextmanager
 async def open_raw_reader(shape: CacheShape, backends: Backends) -> AsyncIterator[BreakableReader]:
     cache = BenchCache(shape)
@@ -198,10 +164,3 @@ async def open_hop_reader(shape: CacheShape, backends: Backends) -> AsyncIterato
     cache = BenchCache(shape)
     with contextlib.closing(HopReader(TunedAgent("reader", cache, backends, producer=False))) as reader:
         yield BreakableReader(cache, reader)
-
-
-@contextlib.asynccontextmanager
-async def open_kvflow_reader(shape: CacheShape) -> AsyncIterator[BreakableReader]:
-    cache = BenchCache(shape)
-    async with open_runtime(config_of("bench-reader"), cache) as runtime:
-        yield BreakableReader(cache, KVFlowReader(runtime))

@@ -241,7 +241,11 @@ def _left_out(samples: Samples) -> Iterator[LeftOut]:
                 case Peer():
                     yield LeftOut(contender=key, what="all", why=absent.why)
                 case (Row(), transport, peer, number):
-                    yield LeftOut(contender=peer, what=f"{key[0]} {number or ''} over {transport}", why=absent.why)
+                    yield LeftOut(
+                        contender=peer,
+                        what=f"{key[0]}{f' of {number} blocks' if number else ''} over {transport}",
+                        why=absent.why,
+                    )
                 case (transport, size, peer, _):
                     yield LeftOut(contender=peer, what=f"{size.label} over {transport}", why=absent.why)
 

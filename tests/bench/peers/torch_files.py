@@ -1,7 +1,8 @@
 """Get the Python files of torch's one-sided transport: `python tests/bench/peers/torch_files.py FOLDER PYTHON`.
 
 They are files of torch 2.15 that run over the torch of the environment. Of all builds that pip can name, the one for
-macOS is the smallest; nothing of it is installed. PYTHON is one that has pip. Without the files the contender is left out.
+macOS is the smallest; nothing of it is installed. PYTHON is one that has pip. Without the files the
+contender is left out.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _BUILD = ("--no-deps", "--only-binary", ":all:", "--platform", "macosx_14_0_arm6
 def get_files(folder: Path, python: str) -> None:
     with tempfile.TemporaryDirectory(prefix="kvflow-torch-") as temporary:
         command = [
-            sys.executable,
+            python,
             "-m",
             "pip",
             "download",
