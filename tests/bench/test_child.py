@@ -43,6 +43,10 @@ def wait_for_state(pid: int, states: str) -> str:
 def test_steps_have_results() -> None:
     with started() as child:
         assert child.run(Rank.add, 1, other=2) == 3
+        answer = child.start(Rank.add, 3, other=4)
+        assert child.answers_within(60)
+        assert answer() == 7
+        assert not child.answers_within(0)
         assert child.run(Rank.variable, "GIVEN") == "value"
         assert child.run(Rank.variable, "HOME") is None
         with pytest.raises(BenchError, match=r"(?s)child: Traceback.*ZeroDivisionError: as it was told to"):

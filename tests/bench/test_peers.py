@@ -81,11 +81,12 @@ def test_rows_are_chosen_and_failures_are_measured_over_tcp_only(monkeypatch: py
         Peers(rows="lag").sets()
     with pytest.raises(SettingsError, match=r"--cold-blocks: .*'0,16'"):
         Peers(cold_blocks="0,16", rows="cold").sets()[0].turns({}).__next__()
-    shm, tcp = Peers(contenders="", rows="killed, cold", cold_blocks="16,4", trials=4).sets()
     cold = [(Row.COLD, peer, blocks) for peer in (Peer.TUNED, Peer.KVFLOW) for blocks in (4, 16)]
-    assert [(turn.key[0], *turn.key[2:]) for turn in shm.turns({})] == cold
     killed = [(Row.KILLED, peer, 0) for peer in (Peer.TUNED, Peer.TUNED, Peer.KVFLOW, Peer.KVFLOW)]
-    assert [(turn.key[0], *turn.key[2:]) for turn in tcp.turns({})] == cold + killed
+    for transport, rows in ((None, cold + killed), (Fabric.TCP, cold + killed), (Fabric.SHM, cold)):
+        options = Peers(transport=transport, contenders="", rows="killed, cold", cold_blocks="16,4", trials=4)
+        (alone,) = options.sets()
+        assert [(turn.key[0], *turn.key[2:]) for turn in alone.turns({}) if isinstance(turn.key, tuple)] == rows
 
 
 def test_all_contenders_get_kvflows_frames_if_wanted() -> None:

@@ -41,6 +41,7 @@ _BLOCK = LoadSize("one block", 1, 1)
 class Peers:
     """Compare raw NIXL and kvflow with other libraries that move blocks: speed, CPU, cancelling, failures.
 
+    Rows other than speed are measured over tcp, or over the one transport that is chosen.
     `python3 dev.py peers` runs this in an environment that has them.
     """
 
@@ -113,7 +114,7 @@ class Peers:
             if Row.SPEED in rows:
                 found += self._speed(here, conditions, shares)
             alone = [row for row in rows if row is not Row.SPEED]
-            if alone:
+            if alone and transport is last:
                 note = f"{transport}: {', '.join(alone)}: each contender alone"
                 found.append(RankSet(note=note, turns=partial(self._alone, here, alone, conditions)))
         return found

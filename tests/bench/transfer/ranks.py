@@ -178,9 +178,9 @@ class ThreadHopReader:
             try:
                 job()
             except Exception as error:  # noqa: BLE001  (raised where the job was handed over)
-                self._loop.call_soon_threadsafe(done.set_exception, error)
+                self._loop.call_soon_threadsafe(settle, done, error)
             else:
-                self._loop.call_soon_threadsafe(done.set_result, None)
+                self._loop.call_soon_threadsafe(settle, done)
 
         self._jobs.put(run)
         await done
@@ -192,6 +192,16 @@ class ThreadHopReader:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
+
+
+def settle(done: asyncio.Future[None], error: Exception | None = None) -> None:
+    """End the wait for a job, if it was not cancelled."""
+    if done.done():
+        return
+    if error is None:
+        done.set_result(None)
+    else:
+        done.set_exception(error)
 
 
 def _make_agent(role: str, cache: BenchCache, backends: Backends, *, tuned: bool) -> RawAgent:
