@@ -947,7 +947,9 @@ def test_new_weights_end_what_is_offered(pair: Pair, state: str) -> None:
     params = pair.prefill.prefill("later")
     with pytest.raises(WeightsMismatch, match="ours '', theirs 'step-7'"):
         pair.decode.scheduler.add(Request("old", 7, params))
+    pair.decode.step()  # gives the refused ticket back
+    pair.prefill.until(lambda ended: ended == ("later", LeaseOutcome.READ))
     pair.decode.worker.set_weights("step-7")
     pair.decode.scheduler.set_weights("step-7")
-    pair.decode.receive(params, [5, 6], request_id="new")
+    pair.decode.receive(pair.prefill.prefill("again"), [5, 6], request_id="new")
     pair.decode.until_loaded("new")

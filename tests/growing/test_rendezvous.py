@@ -475,7 +475,7 @@ async def test_a_load_that_is_cancelled_leaves_the_request_to_the_next() -> None
 async def test_an_offer_is_kept_for_its_reader_whenever_it_comes(late: bool) -> None:
     """A request waits for blocks, and so does its prompt at the other engine: for longer than a load may take."""
     async with pair_of() as pair:
-        ticket = rendezvous(pair, ttl_s=100.0)
+        ticket = rendezvous(pair, ttl_s=CONFIG.load_deadline_s + 40.0)
         with pair.consumer.runtime.keep_leases(ticket):
             await asyncio.sleep(CONFIG.load_deadline_s + 20.0 if late else 0.5)
             lease = offer(pair, ttl_s=0.3)
