@@ -383,9 +383,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         def block_ids(request_id: str) -> tuple[list[int], ...]:
             return self._transferred_tables(resolve(request_id))
 
-        if getattr(
-            scheduler_output, "has_sync_kv_loads", True
-        ):  # another connector may still load some of these tokens
+        # Another connector may still load some of these tokens within the step. Older versions do not say.
+        if getattr(scheduler_output, "has_sync_kv_loads", True):
             cached = {}
         step = self._scheduler.build_step(scheduled, preempted=preempted, block_ids=block_ids, cached=cached)
         if self._prefixes is not None:

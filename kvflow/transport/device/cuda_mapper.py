@@ -31,6 +31,8 @@ class CudaMapper:
         self._device = CudaDevice(where)
         self._driver = driver()
         self._stream = self._device.stream_handle
+        self._opened: list[int] = []
+        """Addresses of other processes' allocations, one for each time that one was opened."""
 
     def allocation_at(self, address: int) -> Span:
         return self._driver.allocation_at(address)
@@ -47,13 +49,16 @@ class CudaMapper:
         try:
             if not self._driver.has_batches and self._driver.device_of(address) != self._device.where.number:
                 raise DriverError("it is on another GPU, and batches of copies from there need a driver for CUDA 12.8")
-            return self._driver.allocation_at(address)
+            opened = self._driver.allocation_at(address)
         except DriverError:
             self._driver.close_ipc(address)
             raise
+        self._opened.append(address)
+        return opened
 
     def close(self, address: int) -> None:
-        if address not in _own_handles.values():
+        if address in self._opened:  # else it is this process's own
+            self._opened.remove(address)
             self._driver.close_ipc(address)
 
     def copy(self, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:

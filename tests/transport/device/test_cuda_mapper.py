@@ -84,7 +84,7 @@ CALLS: dict[str, Any] = {
 def mapper_of(library: Any) -> CudaMapper:
     mapper = CudaMapper.__new__(CudaMapper)
     mapper._device = CacheDevice(Device("cuda", 0))  # type: ignore[assignment]
-    mapper._driver, mapper._stream = CudaDriver(library), STREAM
+    mapper._driver, mapper._stream, mapper._opened = CudaDriver(library), STREAM, []
     return mapper
 
 
@@ -109,6 +109,15 @@ def test_memory_of_another_process_is_opened_and_closed() -> None:
     assert mapper.open(HANDLE[::-1]) == Span(address=OPENED, size_bytes=SIZE)
     mapper.close(OPENED)
     assert library.calls[-1] == ("cuIpcCloseMemHandle", OPENED)
+
+
+def test_memory_that_lies_where_own_memory_was_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exported cache is freed, and the driver maps a peer's memory at its address."""
+    monkeypatch.setitem(cuda_mapper._own_handles, b"of a cache that is free again", OPENED)
+    library = Library()
+    mapper = mapper_of(library)
+    mapper.close(mapper.open(HANDLE[::-1]).address)
+    assert ("cuIpcCloseMemHandle", OPENED) in library.calls
 
 
 def test_own_memory_is_used_as_it_is() -> None:
