@@ -50,6 +50,7 @@ from kvflow.vllm.extra_config import config_of, extra_of, scheduling_of, warn_of
 from kvflow.vllm.kv_cache_layout import Group, groups_of
 from kvflow.vllm.prefix import RequestPrefixes
 from kvflow.vllm.vllm_metrics import KVFlowStats
+from kvflow.vllm.warming import WarmRequests
 from tests.support.tests_support import any_ticket
 
 HEADS: dict[str, Any] = {"block_size": 128, "num_kv_heads": 3, "head_size": 64, "dtype": torch.float32}
@@ -321,6 +322,7 @@ def test_the_last_token_is_left_only_by_who_offers(role: str, params: dict[str, 
     connector._scheduling = scheduling_of(vllm_config(role), [dataclasses.replace(FULL, frees_blocks=True)])
     connector._scheduler = ConnectorScheduler(connector._scheduling, new_secret=lambda: "secret")
     connector._stats = KVFlowStats()
+    connector._warm = WarmRequests(16, pulls=False, on_end=lambda _: None)
     prompt = [5, 6, 7]
     request: Any = SimpleNamespace(
         request_id="r",
