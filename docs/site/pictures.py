@@ -3,15 +3,16 @@
     python docs/site/pictures.py
 
 Data is in docs/data: `handover.jsonl` and `stale.json` are recorded by docs/site/record.py, `transfer.json` is what
-`dev.py bench transfer --json` writes, `fleet.json` what the fleet bench writes, `dashboard.json` what
-docs/site/dashboard.py asks a Prometheus server. The states are the tables of `kvflow.core.policy.states` and
-`kvflow.connector.request_states`. Pictures go to docs/pictures; a test draws them again and compares. Plain SVG, no
-library.
+`dev.py bench transfer --json` writes, `peers.json` what `dev.py peers --json` writes, `fleet.json` what the fleet bench
+writes, `dashboard.json` what docs/site/dashboard.py asks a Prometheus server. The states are the tables of
+`kvflow.core.policy.states` and `kvflow.connector.request_states`. Pictures go to docs/pictures; a test draws them again
+and compares. Plain SVG, no library.
 """
 
 from __future__ import annotations
 
 import json
+import runpy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -288,6 +289,51 @@ def transfer(theme: Theme) -> str:
     return canvas.svg()
 
 
+def peers(theme: Theme) -> str:
+    """The largest load of each library: its time, how late the reader's loop was, and what lands after a cancel."""
+    figures = runpy.run_path(str(DOCS / "site" / "figures.py"))
+    measured, names = figures["peers"](), figures["NAMES"]
+    rows = measured["speed"]
+    most = max(row["size_bytes"] for row in rows)
+    transport, size = next((row["transport"], row["size"]) for row in rows if row["size_bytes"] == most)
+
+    def of_this_load(table: str) -> list[dict[str, Any]]:
+        return [row for row in measured[table] if (row["transport"], row["size"]) == (transport, size)]
+
+    lags = {row["contender"]: row for row in of_this_load("loop_lag")}
+    cancels = {row["contender"]: row for row in measured["cancel"]}
+    panels: dict[str, dict[str, float | None]] = {
+        f"{size}, {transport}: ms": {row["contender"]: 1e3 * row["median_s"] for row in of_this_load("speed")},
+        "the loop is late, ms (p99)": {name: 1e3 * row["lag_p99_s"] for name, row in lags.items()},
+        "MB that land after a cancel was said to be safe": {name: row["landed_mb"] for name, row in cancels.items()},
+    }
+    contenders = [name for name in names if any(name in values for values in panels.values())]
+    top, row_high, left, wide = 70.0, 30.0, 235.0, 150.0
+    height = round(top + row_high * len(contenders) + 40)
+    canvas = Canvas(width=900, height=height, theme=theme, title="Libraries beside one another: time, loop, cancel")
+    canvas.text(20, 28, "What a transfer costs an event loop, and what a cancel promises", size=17, bold=True)
+    for place, (title, values) in enumerate(panels.items()):
+        at, largest = left + 222 * place, max(value or 0.0 for value in values.values())
+        canvas.text(at, top - 14, title, size=12, color=theme.faint)
+        for index, name in enumerate(contenders):
+            y, value = top + row_high * index, values.get(name)
+            if place == 0:
+                canvas.text(20, y + 14, names[name].strip("*"), size=13, bold=name == figures["KVFLOW"])
+            if value is None:
+                canvas.text(at, y + 14, "not measured", size=12, color=theme.faint)
+                continue
+            color = theme.a if name == figures["KVFLOW"] else theme.faint
+            length = max(wide * value / largest if largest else 0.0, 1.0)
+            canvas.box(at, y + 3, length, 14, color)
+            canvas.text(at + length + 6, y + 14, f"{value:,.1f}" if value < 10 else f"{value:,.0f}", size=12)
+    machine = measured["machine"]
+    note, color = f"Shorter is better. {machine['cpus']} cores, no GPU; medians.", theme.faint
+    if machine["load_average_1m"] > LOAD_MAX:
+        note += f" Load average before it: {machine['load_average_1m']:.1f}."
+    canvas.text(20, height - 14, note, size=13, color=color)
+    return canvas.svg()
+
+
 def fleet(theme: Theme) -> str:
     numbers = json.loads((DATA / "fleet.json").read_text())
     phases = list(dict.fromkeys(row["phase"] for row in numbers["fleet"]))
@@ -439,7 +485,7 @@ def states(table: Mapping[tuple[Any, Any], Any], name: str, theme: Theme) -> str
 def pictures() -> Iterator[tuple[str, str]]:
     """Name and text of every file in docs/pictures."""
     drawn: dict[str, Callable[[Theme], str]] = {"handover": lanes, "stale": stale, "transfer": transfer, "fleet": fleet}
-    drawn |= {"rings": rings, "dashboard": dashboard}
+    drawn |= {"peers": peers, "rings": rings, "dashboard": dashboard}
     for theme in THEMES:
         for name, draw in drawn.items():
             yield f"{name}-{theme.name}.svg", draw(theme)

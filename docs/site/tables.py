@@ -280,6 +280,12 @@ def vllm_versions_table() -> str:
     return table(("vLLM", "brings", "before"), ((f"{row.since}+", row.brings, row.before) for row in changes))
 
 
+def figures_tables() -> dict[str, Callable[[], str]]:
+    """Return the tables of measured numbers."""
+    made = runpy.run_path(str(DOCS / "site" / "figures.py"))["FIGURES"]
+    return {name: (lambda make=make: table(*make())) for name, make in made.items()}
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "api": api_list,
     "config": config_table,
@@ -290,6 +296,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cache_dtypes": cache_dtypes_table,
     "runs": runs_table,
     "vllm_versions": vllm_versions_table,
+    **figures_tables(),
 }
 
 

@@ -99,7 +99,7 @@ class Pair:
         `version` is vLLM's, if it is not the tested one, and then the pair's name.
         """
         sides = enumerate((("producer", name), ("consumer", reader or name)))
-        setups = (_setup(made, role, core, blocks, lease_s, port) for core, (role, made) in sides)
+        setups = (setup_of(made, role, core, blocks=blocks, lease_s=lease_s, port=port) for core, (role, made) in sides)
         setups = (
             replace(
                 setup,
@@ -132,7 +132,10 @@ class Pair:
             self.signal(signal.SIGSTOP)
 
 
-def _setup(name: str, role: str, core: int, blocks: int | None, lease_s: int | None, port: int) -> Setup:
+def setup_of(
+    name: str, role: str, core: int, *, blocks: int | None = None, lease_s: int | None = None, port: int = 0
+) -> Setup:
+    """Return how a server of the contender `name` is started; `port` is the first that its connector listens on."""
     extra = {"kvflow": {"model": NAME}, MIXED: {"model": NAME, "stock_peers": True}, "nixl": {}, FAIR: {}}[name]
     if lease_s is not None:
         extra[{"kvflow": "lease_ttl_s", "nixl": "kv_lease_duration"}[name]] = lease_s
@@ -524,11 +527,11 @@ def prefix(rounds: int) -> None:
 
     The same server does both and asks its neighbour for both; the neighbour has nothing of the second prompt.
     """
-    holder = replace(_setup("kvflow", "producer", 0, None, None, 0), extra=(("model", NAME), ("share_prefixes", True)))
+    holder = replace(setup_of("kvflow", "producer", 0), extra=(("model", NAME), ("share_prefixes", True)))
     port = free_port()
     holder = replace(holder, extra=(*holder.extra, ("listen", f"tcp://127.0.0.1:{port}")))
     peers = ("prefix_peers", [f"tcp://127.0.0.1:{port}"])
-    reader = replace(_setup("kvflow", "consumer", 1, None, None, 0), extra=(("model", NAME), peers), policy="recompute")
+    reader = replace(setup_of("kvflow", "consumer", 1), extra=(("model", NAME), peers), policy="recompute")
     pair = Pair("kvflow", *(Server.start(setup) for setup in (holder, reader)))
     found: dict[str, list[tuple[float, str]]] = {"pulled": [], "computed": []}
     try:

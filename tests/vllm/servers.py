@@ -32,6 +32,7 @@ ROUTER = str(ROOT / "tests" / "vllm" / "router.py")
 NAME = "smollm2"
 UP_WITHIN_S = 600.0  # on a machine that does other things; half a minute is usual
 DOWN_WITHIN_S = 60.0
+ROUTER_DOWN_WITHIN_S = 10.0
 
 INSTALLED, OLDER, NEWER = "0.32.0", "0.28.0", "0.33.0"  # of vLLM; dev.py brings them, all but the first in folders
 VERSION = os.environ.get("KVFLOW_VLLM_VERSION") or INSTALLED  # the one that is tested
@@ -90,8 +91,8 @@ class Server:
     client: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=120.0))
 
     @classmethod
-    def start(cls, setup: Setup) -> Server:
-        port = free_port()
+    def start(cls, setup: Setup, *, port: int | None = None) -> Server:
+        port = port or free_port()
         log = Path(tempfile.mkstemp(prefix=f"vllm-{setup.role}-", suffix=".log")[1])
         environment = {
             **os.environ,
@@ -232,7 +233,11 @@ def proxied(
             yield client
     finally:
         process.terminate()
-        process.wait()
+        try:
+            process.wait(ROUTER_DOWN_WITHIN_S)
+        except subprocess.TimeoutExpired:  # it waits for answers of servers that were killed
+            process.kill()
+            process.wait()
 
 
 def _answers(client: httpx.Client, path: str) -> bool:

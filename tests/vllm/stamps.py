@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 VARIABLE = "KVFLOW_TEST_STAMPS"
 """The file that the stamps of all processes are appended to. Unset: nothing is stamped."""
@@ -48,6 +48,10 @@ class Stamp:
     end_s: float
     note: int
     """Tokens that a step computes, requests whose loads ended; 0 for other calls."""
+    cpu_s: float
+    """CPU time of the calling thread during the call."""
+    beside_s: float
+    """CPU time of the process's other threads during the call."""
 
 
 def apply() -> None:
@@ -109,7 +113,18 @@ def leg_of(stamps: Sequence[Stamp], asked_s: float, first_s: float) -> dict[str,
     for name, moment_s in moments.items():
         spans[name], before_s = moment_s - before_s, moment_s
     steps = [s for s in inside if s.name == "Scheduler.schedule" and engine.begin_s <= s.begin_s <= scheduled.begin_s]
-    return {**spans, "whole": first_s - asked_s, "steps": len(steps)}
+    cpu = {"model: CPU of its thread": forward.cpu_s, "model: CPU of other threads": forward.beside_s}
+    return {**spans, "whole": first_s - asked_s, **cpu, "steps": len(steps)}
+
+
+class _Clocks(NamedTuple):
+    now_s: float
+    thread_s: float
+    process_s: float
+
+
+def _clocks() -> _Clocks:
+    return _Clocks(time.perf_counter(), time.thread_time(), time.process_time())
 
 
 def _stamp(sink: int, place: str) -> None:
@@ -121,30 +136,34 @@ def _stamp(sink: int, place: str) -> None:
         return
     label = f"connector.{name}" if name in CONNECTOR_CALLS else attribute
 
-    def write(begin_s: float, result: Any) -> None:
-        stamp = (label, os.getpid(), threading.current_thread().name, begin_s, time.perf_counter(), _note(result))
+    def write(begin: _Clocks, result: Any) -> None:
+        end = _clocks()
+        cpu_s = end.thread_s - begin.thread_s
+        beside_s = end.process_s - begin.process_s - cpu_s
+        caller = (label, os.getpid(), threading.current_thread().name)
+        stamp = (*caller, begin.now_s, end.now_s, _note(result), cpu_s, beside_s)
         os.write(sink, (json.dumps(stamp) + "\n").encode())
 
     setattr(owner, name, _stamped(method, write))
 
 
-def _stamped(method: Callable[..., Any], write: Callable[[float, Any], None]) -> Callable[..., Any]:
+def _stamped(method: Callable[..., Any], write: Callable[[_Clocks, Any], None]) -> Callable[..., Any]:
     if inspect.iscoroutinefunction(method):
 
         @functools.wraps(method)
         async def stamped_coroutine(*args: Any, **kwargs: Any) -> Any:
-            begin_s = time.perf_counter()
+            begin = _clocks()
             result = await method(*args, **kwargs)
-            write(begin_s, result)
+            write(begin, result)
             return result
 
         return stamped_coroutine
 
     @functools.wraps(method)
     def stamped(*args: Any, **kwargs: Any) -> Any:
-        begin_s = time.perf_counter()
+        begin = _clocks()
         result = method(*args, **kwargs)
-        write(begin_s, result)
+        write(begin, result)
         return result
 
     return stamped
