@@ -81,38 +81,42 @@ def speed() -> Made:
 
 
 def cost() -> Made:
-    """CPU of both processes and lateness of the reader's loop at the largest loads, idle CPU, and growth."""
+    """CPU of both processes, and how late the reader's loop was, at the largest loads."""
     rows = peers()["speed"]
     largest = max(row["size_bytes"] for row in rows)
-    sizes = list(dict.fromkeys((row["transport"], row["size"]) for row in rows if row["size_bytes"] == largest))
-    transport, size = sizes[0]
-    lags = {row["contender"]: row for row in _of(peers(), "loop_lag", transport) if row["size"] == size}
-    idles = {row["contender"]: row for row in _of(peers(), "idle", transport)}
-    growths = {row["contender"]: row for row in _of(peers(), "memory", transport)}
+    loads = list(dict.fromkeys((row["transport"], row["size"]) for row in rows if row["size_bytes"] == largest))
+    found = {(row["contender"], row["transport"], row["size"]): row for row in rows}
+    lags = {(row["contender"], row["transport"], row["size"]): row for row in peers()["loop_lag"]}
+
+    def cells(contender: str) -> Iterator[str]:
+        yield NAMES[contender]
+        for load in loads:
+            row, lag = found.get((contender, *load)), lags.get((contender, *load))
+            if row is None:
+                yield "-"
+            else:
+                late = "the loop is blocked" if lag is None else f"{_ms(lag['lag_p99_s'])} / {_ms(lag['lag_max_s'])}"
+                yield f"{row['cpu_s_per_gb']:.2f}; {late}"
+
+    header = ["CPU-seconds a GB; loop late, ms: p99 / max", *(f"{size}, {transport}" for transport, size in loads)]
+    return header, (tuple(cells(contender)) for contender in _contenders([*found.values()]))
+
+
+def idle() -> Made:
+    """CPU of two connected processes without a load, and what both gain in many loads of one block."""
+    growths = {(row["transport"], row["contender"]): row for row in peers().get("memory", [])}
     loads = next((row["loads"] for row in growths.values()), 0)
 
     def cells(row: dict[str, Any]) -> Iterator[str]:
-        contender = row["contender"]
-        lag, idle, growth = lags.get(contender), idles.get(contender), growths.get(contender)
-        yield NAMES[contender]
-        yield f"{row['cpu_s_per_gb']:.2f}"
-        yield "-" if lag is None else f"{_ms(lag['lag_p99_s'])} / {_ms(lag['lag_max_s'])}"
-        yield "-" if idle is None else f"{idle['reader_percent']:.1f} / {idle['producer_percent']:.1f}"
-        if growth is None:
-            yield "-"
-        else:
-            files = growth["reader_files"] + growth["producer_files"]
-            yield f"{growth['reader_kb']:.0f} / {growth['producer_kb']:.0f}" + (f", {files} files" if files else "")
+        yield NAMES[row["contender"]]
+        yield f"{row['reader_percent']:.1f} / {row['producer_percent']:.1f}"
+        growth = growths.get((row["transport"], row["contender"]))
+        yield "-" if growth is None else f"{growth['reader_kb']:.0f} / {growth['producer_kb']:.0f}"
+        yield "-" if growth is None else f"{growth['reader_files']} / {growth['producer_files']}"
 
-    header = (
-        f"{size}, {transport}",
-        "CPU-seconds a GB, both",
-        "loop late, ms: p99 / max",
-        "idle, % of a core: reader / producer",
-        f"KB after {loads} loads: reader / producer",
-    )
-    same = [row for row in rows if (row["transport"], row["size"]) == (transport, size)]
-    return header, (tuple(cells(row)) for row in same)
+    after = f"after {loads} loads: reader / producer"
+    header = ("", "idle, % of a core: reader / producer", f"KB {after}", f"open files {after}")
+    return header, (tuple(cells(row)) for row in peers().get("idle", []))
 
 
 def cold() -> Made:
@@ -193,6 +197,7 @@ FIGURES: dict[str, Callable[[], Made]] = {
     "figures_behind": behind,
     "figures_speed": speed,
     "figures_cost": cost,
+    "figures_idle": idle,
     "figures_cold": cold,
     "figures_cancel": cancel,
     "figures_faults": faults,
@@ -215,7 +220,10 @@ def _of(numbers: dict[str, Any], table: str, transport: str) -> list[dict[str, A
 
 
 def _fault(row: dict[str, Any]) -> str:
-    return "waits on" if row["ended_s"] is None else f"{row['outcome']} after {_ms(row['ended_s'])} ms"
+    if row["ended_s"] is not None:
+        return f"{row['outcome']} after {_ms(row['ended_s'])} ms"
+    cancelled_s = row["cancelled_s"]
+    return row["outcome"] + ("" if cancelled_s is None else f"; a cancel ends it after {_ms(cancelled_s)} ms")
 
 
 def _ms(seconds: float) -> str:

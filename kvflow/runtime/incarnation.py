@@ -150,7 +150,8 @@ class Incarnation:
         steps = LoadSteps(context, peers, resolver, leases, memory, resources, throttle, optional)
         self.loader = Loader(context, peers, resolver, leases, resources, throttle, steps, optional)
         copies = (lambda: optional.staging("a lease of copied blocks").lease_copies()) if memory.staging else None
-        blocks = OfferedBlocks(context, resources.ledger, runtime.seals, runtime.copy_thread, copies)
+        expect = transport.expect_notifications
+        blocks = OfferedBlocks(context, resources.ledger, runtime.seals, runtime.copy_thread, copies, expect)
         self.serving = serving = Serving(context, blocks)
         services = [part.reader_service(context, serving, metadata) for part in parts]
         self.reader_services = [service for service in services if service is not None]

@@ -190,6 +190,12 @@ class Transport(Protocol):
         result of `join`.
         """
 
+    def expect_notifications(self) -> None:
+        """Note that a reader may soon send a notification. A transport that polls for notifications polls more often.
+
+        The call returns immediately and wakes no thread.
+        """
+
     async def run(self, deliver: Callable[[Event], None]) -> None:
         """Call `deliver` on the loop with every event, until cancelled. Only one `run` may be active at a time.
 

@@ -351,6 +351,9 @@ class InprocTransport:
         else:
             self._loop.call_soon_threadsafe(tell)  # the peer may be an agent on another thread's loop
 
+    def expect_notifications(self) -> None:
+        """Do nothing: notifications are delivered when they are sent."""
+
     @property
     def behind(self) -> bool:
         return self.faults.behind

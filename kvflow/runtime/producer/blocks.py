@@ -139,13 +139,18 @@ class OfferedBlocks:
         seals: SealTable,
         copy_thread: CopyThread,
         new_copies: Callable[[], LeaseCopies] | None,
+        expect_notifications: Callable[[], None],
     ) -> None:
-        """`new_copies`: function that returns the copies of one lease's blocks; None if peers read the cache itself."""
+        """`new_copies`: function that returns the copies of one lease's blocks; None if peers read the cache itself.
+
+        `expect_notifications`: `Transport.expect_notifications`, called when readers can read tokens.
+        """
         self._groups = context.local.groups
         self._ledger = ledger
         self._seals = seals
         self._copy_thread = copy_thread
         self._new_copies = new_copies
+        self._expect_notifications = expect_notifications
 
     def needs_more_blocks(self, block_ids: object, num_tokens: int, what: str) -> bool:
         """Return True if `block_ids` have fewer blocks than `num_tokens` tokens fill, so that more blocks must follow.
@@ -301,6 +306,7 @@ class OfferedBlocks:
         if not held.closed:  # else the slot may hold another lease's seal by now
             # The seal before the answers: a reader that is told of tokens reads the seal first (decision 0020).
             self._seals.seal(held.seal_index, held.lease_id, held.missing)
+            self._expect_notifications()
             if held.on_readable is not None:
                 held.on_readable()
             if held.copies is not None:

@@ -61,10 +61,19 @@ POST_COST_BYTES = 256 << 10
 # request, which is no larger than a slice (`limits.BY_DEVICE`).
 _REQUEST_BYTES_MAX = 8 << 20
 _REQUEST_RANGES_MAX = 4096
-# An idle process wakes up less often: a wake-up costs 25 to 100 us on a virtual machine.
-_QUIET_AFTER_S = 0.2
+# An idle process wakes up less often: a wake-up costs 25 to 100 us on a virtual machine. The end of a lease is noticed
+# late by at most this share of the time since its tokens could be read.
+_LATE_SHARE = 0.05
 _QUIET_FACTOR = 10
 _LISTENER_CHECK_S = 1.0
+
+
+def notification_interval_s(shortest_s: float, quiet_s: float) -> float:
+    """Return the seconds between two polls for notifications, `quiet_s` after the last sign that one may come.
+
+    `shortest_s`: `Limits.notification_poll_interval_s`.
+    """
+    return min(max(shortest_s, _LATE_SHARE * quiet_s), _QUIET_FACTOR * shortest_s)
 
 
 class _QueuedRead(NamedTuple):
@@ -139,6 +148,8 @@ class NixlAgents:
         self._spin_until_s = 0.0
         self._flush: Callable[[], None] | None = None
         self._last_notification_s = 0.0
+        self.expected_s = 0.0
+        """When readers were last given something to read. Any thread may set this number."""
         self._outbox: dict[tuple[AgentName, Join | None], list[bytes]] = {}
         self._outbox_since_s = 0.0
         self._next_notifications_s = 0.0
@@ -362,9 +373,9 @@ class NixlAgents:
         if now_s >= self._next_notifications_s:
             if self._collect_notifications():
                 self._last_notification_s = now_s
-            quiet = now_s - max(self._last_notification_s, self._active_s) > _QUIET_AFTER_S
-            interval_s = self._config.limits.notification_poll_interval_s * (_QUIET_FACTOR if quiet else 1)
-            self._next_notifications_s = now_s + interval_s
+            quiet_s = now_s - max(self._last_notification_s, self._active_s, self.expected_s)
+            shortest_s = self._config.limits.notification_poll_interval_s
+            self._next_notifications_s = now_s + notification_interval_s(shortest_s, quiet_s)
         if self._has_reads_to_post or self._ended:
             return 0.0
         if not self._in_flight:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -124,6 +125,10 @@ class NixlTransport:
     def notify(self, peer: AgentName, payload: bytes, join: Join | None = None) -> None:
         thread, agents = self._require_open()
         thread.submit(partial(agents.notify, peer, payload, join))
+
+    def expect_notifications(self) -> None:
+        if self._agents is not None:
+            self._agents.expected_s = time.monotonic()
 
     async def run(self, deliver: Callable[[Event], None]) -> None:
         self._deliver = deliver

@@ -14,7 +14,7 @@ import contextlib
 import ctypes
 import os
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
@@ -28,6 +28,8 @@ from tests.bench.peers.ranks import BreakableReader
 from tests.bench.transfer.ranks import Job
 
 _HOST = "127.0.0.1"
+_RANGES_MAX = 1024
+"""Ranges in one call: with some thousands, calls fail with -1 here. More are several calls, all under way at once."""
 SYSTEM_LIBRARIES = ("libnl-3.so.200", "libnl-route-3.so.200", "libibverbs.so.1")
 """In the order in which they need each other."""
 _NO_DEVICE = ""
@@ -91,10 +93,11 @@ class MooncakeEngine:
         return own[:, 0].tolist(), there[:, 0].tolist(), own[:, 1].tolist()
 
     def _move(self, sync: Any, begin: Any, peer: AgentAddress, lists: Sequence[tuple[list[int], ...]]) -> None:
-        if len(lists) == 1:
-            _succeeded("transfer", sync(peer.agent, *lists[0]))
+        pieces = [piece for each in lists for piece in _pieces_of(each)]
+        if len(pieces) == 1:
+            _succeeded("transfer", sync(peer.agent, *pieces[0]))
         else:
-            batches = [begin(peer.agent, *each) for each in lists]
+            batches = [begin(peer.agent, *piece) for piece in pieces]
             _succeeded("transfer", self._engine.get_batch_transfer_status(batches))
 
 
@@ -170,6 +173,11 @@ class MooncakeWriteRequester:
     async def wait_safe(self) -> bool:
         """The producer has answered."""
         return True
+
+
+def _pieces_of(lists: tuple[list[int], ...]) -> Iterator[tuple[list[int], ...]]:
+    for start in range(0, len(lists[0]), _RANGES_MAX):
+        yield tuple(each[start : start + _RANGES_MAX] for each in lists)
 
 
 def _succeeded(what: str, code: int) -> None:
