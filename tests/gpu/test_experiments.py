@@ -121,7 +121,8 @@ def test_the_way_of_reads(found: Found) -> None:
     """Whether cuda_ipc needs GET_ZCOPY, and a CUDA context on the agent's thread: raw reads by two processes."""
     size_bytes, piece_bytes = found.size(64, 4) * MIB, found.size(8, 1) * MIB
     cases: dict[str, Environment] = {"default": dict.fromkeys(GET_ZCOPY), "on": GET_ZCOPY}
-    for (zcopy, environment), context in itertools.product(cases.items(), (True, False)):
+    every = [*itertools.product(cases.items(), (True, False))]
+    for (zcopy, environment), context in found.size(every, every[-1:]):
         case = f"GET_ZCOPY {zcopy}, context {'set' if context else 'none'}"
         try:
             with ucx_log() as log:
@@ -149,9 +150,8 @@ def move(reader: Any, piece_bytes: int, size_bytes: int, operation: str = "READ"
 @experiment("E3", 80)
 def test_computed_late_and_written_late(found: Found) -> None:
     """Whether events keep loads from old bytes: blocks are offered, or loaded into, behind a kernel that sleeps."""
-    for (label, config), own_stream in itertools.product(
-        (("straight", {}), ("mapped", MAPPED), ("staged", {"staging": "always"})), (True, False)
-    ):
+    ways = (("straight", {}), ("staged", {"staging": "always"}), *found.size((("mapped", MAPPED),), ()))
+    for (label, config), own_stream in itertools.product(ways, found.size((True, False), (True,))):
         case = f"{label}, {'own' if own_stream else 'default'} stream"
         both = specs(found.device, PoolShape(layers=4, blocks=32), **config)
         producer, reader = (replace(spec, own_stream=own_stream) for spec in both)
@@ -340,7 +340,7 @@ def test_the_cost_of_a_piece(found: Found) -> None:
             least, most = fast.get(label, (None, None))
             speed = gb_per_s(size_bytes, [one.seconds for one in moved])
             found.add(f"READ {label}: GB/s", speed, least=least, most=most)
-    for batched in ("0", "1"):
+    for batched in found.size(("0", "1"), ("1",)):
         with raw_pair(found.device, size_bytes, {**GET_ZCOPY, "NIXL_UCX_SGL_ENABLE": batched}) as reader:
             moved = move(reader, SIZES["32K"], size_bytes, "WRITE")
         speed = gb_per_s(size_bytes, [one.seconds for one in moved])
@@ -351,7 +351,8 @@ def test_the_cost_of_a_piece(found: Found) -> None:
 def test_loads_straight_between_devices(found: Found) -> None:
     """The cost of kvflow over bare NIXL, LBHNC against BLHNC, and the window."""
     sizes = found.size((1, 16, 256), (1, 4))
-    for label, across in (("LBHNC", False), ("BLHNC", True)):
+    orders = (("LBHNC", False), ("BLHNC", True))
+    for label, across in found.size(orders, orders[-1:]):
         pool = sized(8, 2 * sizes[-1] * MIB, across_layers=across)
         with ucx_log() as log:
             with engines(*specs(found.device, pool), log.environment) as pair:

@@ -4,7 +4,7 @@ A router (tests/vllm/router.py) stands before each pair. Requests arrive at rand
 A request is good if its first token and its mean time per further token are within the bounds, and if its text is the
 one that a single engine gives. Run it in the environment of `python3 dev.py vllm`, on a machine that does nothing else:
 
-    .venv-vllm/bin/python tests/vllm/goodput.py [--rates 0.5 1 2] [--seconds 40] [--only rates|killed|prefixes]
+    .venv-vllm/bin/python tests/vllm/goodput.py [--rates 0.3 0.6 0.9] [--seconds 40] [--only rates|killed|prefixes]
         [--json docs/data/goodput.json]
 
 `rates`: one prefill and one decode engine of each contender, all alive; they take turns, and those that wait are
@@ -40,9 +40,9 @@ from tests.vllm.compare import FAIR, setup_of
 from tests.vllm.servers import NAME, ROOT, VERSION, Server, Setup, proxied
 
 CONTENDERS = ("kvflow", FAIR, "nixl")
-LENGTHS = (50, 100, 200, 400)
-PROMPTS, TOKENS = 32, 16
-SHARED, OWN, GROUPS = 500, 20, 4  # `prefixes`: tokens that prompts of a group share, and those that they do not
+LENGTHS = (50, 100, 150, 300)
+PROMPTS, TOKENS = 16, 16
+SHARED, OWN, GROUPS = 256, 20, 4  # `prefixes`: tokens that prompts of a group share, and those that they do not
 WARM_UP = 4
 PATIENCE_S = 60.0
 """Seconds without a token after which a client hangs up: its request is lost."""
@@ -335,13 +335,13 @@ RUNS: dict[str, Callable[[argparse.Namespace, Bounds], Iterator[Row]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", choices=RUNS, action="append")
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0, 1.5, 2.0])
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.3, 0.6, 0.9])
     parser.add_argument("--seconds", type=float, default=40.0)
-    parser.add_argument("--killed-rate", type=float, default=0.7)
+    parser.add_argument("--killed-rate", type=float, default=0.5)
     parser.add_argument("--killed-seconds", type=float, default=90.0)
-    parser.add_argument("--prefix-rate", type=float, default=1.0)
-    parser.add_argument("--ttft-ms", type=float, default=1000.0)
-    parser.add_argument("--tpot-ms", type=float, default=100.0)
+    parser.add_argument("--prefix-rate", type=float, default=0.5)
+    parser.add_argument("--ttft-ms", type=float, default=3000.0)
+    parser.add_argument("--tpot-ms", type=float, default=150.0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     bounds = Bounds(options.ttft_ms / 1e3, options.tpot_ms / 1e3)
