@@ -29,7 +29,7 @@ from tests.bench.transfer.ranks import Job
 
 _HOST = "127.0.0.1"
 _RANGES_MAX = 1024
-"""Ranges in one call: with some thousands, calls fail with -1 here. More are several calls, all under way at once."""
+"""Ranges in one call: with some thousands under way at once, calls end with -1 here. More are several calls in turn."""
 SYSTEM_LIBRARIES = ("libnl-3.so.200", "libnl-route-3.so.200", "libibverbs.so.1")
 """In the order in which they need each other."""
 _NO_DEVICE = ""
@@ -93,11 +93,11 @@ class MooncakeEngine:
         return own[:, 0].tolist(), there[:, 0].tolist(), own[:, 1].tolist()
 
     def _move(self, sync: Any, begin: Any, peer: AgentAddress, lists: Sequence[tuple[list[int], ...]]) -> None:
-        pieces = [piece for each in lists for piece in _pieces_of(each)]
-        if len(pieces) == 1:
-            _succeeded("transfer", sync(peer.agent, *pieces[0]))
+        if len(lists) == 1:
+            for piece in _pieces_of(lists[0]):
+                _succeeded("transfer", sync(peer.agent, *piece))
         else:
-            batches = [begin(peer.agent, *piece) for piece in pieces]
+            batches = [begin(peer.agent, *each) for each in lists]
             _succeeded("transfer", self._engine.get_batch_transfer_status(batches))
 
 
