@@ -78,8 +78,9 @@ class LateBlocks:
         """Perform the load, and return its report. RequestError if the load has no handle with a method `extend`."""
         if not load.has_handle:
             raise RequestError(f"{self._what}: extends: load_blocks returns no handle to extend: use start_load")
-        steps = self._pending_tickets if load.ticket.awaited else self._steps
-        return await steps.perform(load)
+        if load.ticket.awaited:
+            return await self._pending_tickets.perform(load)
+        return await self._steps.perform(load)
 
     @property
     def usable_tokens(self) -> int:

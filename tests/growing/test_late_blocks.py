@@ -324,6 +324,32 @@ async def test_a_load_that_ends_with_half_of_its_blocks_gives_them_back(end: str
 
 
 @in_virtual_time
+async def test_late_blocks_are_quarantined_until_their_reads_have_stopped() -> None:
+    async with pair_of() as pair:
+        transport = pair.consumer.transport
+        lease = opened(pair)
+        load = begun(pair, lease, TAKEN[:1])
+        pair.producer.cache.fill(BLOCKS)
+        lease.advance(16)
+        await load.computed(0)
+        transport.faults.hold = True
+        load.extend(TAKEN[1:])
+        await asyncio.sleep(0.1)
+        load.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await load
+        assert not load.safe
+        assert known(pair.consumer.runtime.statistics().blocks).quarantined == 4
+        load.extend([1])
+        assert in_flight(pair) == 0
+        transport.faults.hold = False
+        transport.perform()
+        await load.settled()
+        assert_quiet(pair.consumer.runtime.statistics())
+        await lease.revoke()
+
+
+@in_virtual_time
 async def test_two_prompts_that_hold_half_of_what_the_other_needs() -> None:
     """Neither can end. The engine gives one back, and loads it again: its lease is kept, no token is computed again."""
     async with pair_of() as pair:

@@ -273,7 +273,8 @@ class Load:
         Raises:
             RequestError: the block ids are wrong, the load's already, or more than the offered tokens need; `after` is
                 no event; or the load was started without `extends`. The load is unchanged.
-            BlocksBusy: one of the blocks is leased or being loaded. The load is unchanged.
+            BlocksBusy: one of the blocks is leased or being loaded. The load is unchanged. Of blocks that came before
+                the load reads, the load itself raises it.
             LayoutError: a tensor of the cache has moved since the cache was registered.
             UsageError: not called on the runtime's event loop.
         """
