@@ -187,7 +187,7 @@ def _plan_load(consumer: SimEngine, offer: SimOffer) -> LoadPlan:
     blocks = -(-offer.tokens // consumer.shape.block_size)
     settings = consumer.simulation.settings
     return LoadPlan(
-        extends=extends(settings.seed) and offer.number % 2 == 0,
+        extends=extends(settings.seed) and offer.number % 4 > 0,
         cached_blocks=rng.randint(0, blocks) if rng.random() < 0.3 else 0,
         deadline_s=rng.uniform(0.0005, longest_s) if rng.random() < 0.2 else None,
         cancel_after_s=rng.expovariate(1 / 0.005) if rng.random() < 0.2 else None,

@@ -116,7 +116,7 @@ def retrains(seed: int) -> bool:
 
 
 def extends(seed: int) -> bool:
-    """Return whether half of a seed's loads get blocks while they run: in a fifth of all seeds, with each model."""
+    """Return whether most loads of a seed get blocks while they run: in a fifth of all seeds, with each model."""
     return seed // (21 * _SEEDS) % 5 == 3
 
 
