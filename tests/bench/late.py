@@ -3,7 +3,7 @@
 Several scripted prefill engines, each with a queue of its own, compute prompts of very different lengths, some blocks
 at a time. Decode gets every request at the same moment as prefill does. It takes the blocks of a whole prompt then
 ("early"), or as tokens are computed ("late"), and keeps them for the time of an answer. Goodput is the number of
-answers that end within the arrivals' time. Producer and reader are two processes on one machine.
+prompts that decode has in time, per second. Producer and reader are two processes on one machine.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _GOODPUT_MIN = 0.95
 _BEGIN_AFTER_S = 0.5
 _END_TIMEOUT_S = 120.0
 _LEGEND = (
-    "Goodput: answers that ended while requests arrived, per second. Waited: from a request's arrival to its last "
-    "byte. Blocks: the most that were taken at once. Given back: loads that were cancelled because no block was left, "
-    "and begun again. How much of the pool can be saved depends on the time in prefill's queues beside that of answers."
+    "Goodput: prompts that were handed over in time, per second. Waited: from a request's arrival to its last byte. "
+    "Blocks: the most that were taken at once. Given back: loads that were cancelled because no block was left, and "
+    "begun again. How much of the pool can be saved depends on the time in prefill's queues beside that of answers."
 )
 
 
@@ -63,10 +63,9 @@ class Prompt(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One run: times from arrivals to last bytes, number of answers in time, most blocks at once, loads given back."""
+    """One run: times from arrivals to last bytes, most blocks taken at once, and number of loads given back."""
 
     waited_s: Sequence[float]
-    answers: int
     blocks: int
     given_back: int
 
@@ -93,8 +92,9 @@ class Late:
     engines: Annotated[int, "Prefill engines."] = 4
     prompt_blocks: Annotated[int, "Mean length of a prompt in blocks of 16 tokens."] = 64
     block_ms: Annotated[float, "Time in which a prefill engine computes a block."] = 5.0
-    answer_s: Annotated[float, "Mean time of an answer."] = 0.6
-    rate_per_s: Annotated[float, "Requests per second."] = 10.0
+    answer_s: Annotated[float, "Mean time of an answer."] = 0.4
+    rate_per_s: Annotated[float, "Requests per second."] = 11.0
+    within_s: Annotated[float, "Time in which a prompt has to be handed over."] = 1.0
     span_s: Annotated[float, "Seconds in which requests arrive."] = 20.0
     seed: Annotated[int, "Of the requests."] = 1
 
@@ -136,27 +136,27 @@ class Late:
         introduction = producer.run(Prefill.introduction)
         start_s = time.monotonic() + _BEGIN_AFTER_S
         computing = producer.start(Prefill.compute, prompts, start_s, self.block_ms / 1e3)
-        run = reader.run(Decode.answer, prompts, introduction, start_s, mode, pool, self.span_s)
+        run = reader.run(Decode.answer, prompts, introduction, start_s, mode, pool)
         computing()
         return run
 
     def judge(self, samples: Samples) -> Outcome:
         rows = []
         for (mode, pool), (run,) in samples.of(Run).items():
-            waited_s, goodput = Spread.of(run.waited_s), run.answers / self.span_s
+            in_time = sum(waited_s <= self.within_s for waited_s in run.waited_s)
             row = LateResult(
                 mode=mode,
                 pool=pool,
                 blocks=run.blocks,
                 requests=len(run.waited_s),
-                goodput_per_s=goodput,
-                waited_s=waited_s,
+                goodput_per_s=in_time / self.span_s,
+                waited_s=Spread.of(run.waited_s),
                 given_back=run.given_back,
             )
             rows.append(row)
         whole, early, late = rows
         if not whole.goodput_per_s:
-            raise BenchError("no answer has ended: the run was too short")
+            raise BenchError(f"no prompt was handed over within {self.within_s:g} s (--within-s)")
         values = [(late.goodput_per_s / whole.goodput_per_s, f"early: {early.goodput_per_s / whole.goodput_per_s:.2f}")]
         target = at_least("late in half of the pool, to early in the whole: goodput", _GOODPUT_MIN, values)
         return Outcome(results={"late": rows}, legend=_LEGEND, targets=[target])
@@ -263,13 +263,13 @@ class Decode:
         self._runtime = runtime
 
     async def answer(
-        self, prompts: Sequence[Prompt], introduction: Ticket, start_s: float, mode: Mode, pool: int, span_s: float
+        self, prompts: Sequence[Prompt], introduction: Ticket, start_s: float, mode: Mode, pool: int
     ) -> Run:
-        run = _Answers(self._runtime, introduction, BlockPool(range(pool)), start_s, span_s)
+        run = _Answers(self._runtime, introduction, BlockPool(range(pool)), start_s)
         receive = run.receive_early if mode is Mode.EARLY else run.receive_late
         answers = [run.answer(place, prompt, receive) for place, prompt in enumerate(prompts)]
         waited_s = await asyncio.gather(*answers)
-        return Run(waited_s, run.answers, run.pool.most_taken, run.given_back)
+        return Run(waited_s, run.pool.most_taken, run.given_back)
 
 
 Receive: TypeAlias = Callable[[int, Prompt, Ticket], Awaitable[list[int]]]
@@ -279,15 +279,12 @@ Receive: TypeAlias = Callable[[int, Prompt, Ticket], Awaitable[list[int]]]
 class _Answers:
     """The requests of one run."""
 
-    def __init__(
-        self, runtime: kvflow.Runtime, introduction: Ticket, pool: BlockPool, start_s: float, span_s: float
-    ) -> None:
+    def __init__(self, runtime: kvflow.Runtime, introduction: Ticket, pool: BlockPool, start_s: float) -> None:
         self._runtime = runtime
         self._introduction = introduction
         self._start_s = start_s
-        self._span_s = span_s
         self.pool = pool
-        self.answers = self.given_back = 0
+        self.given_back = 0
         self._answering = 0
         self._loading: dict[int, kvflow.Load] = {}
         """Loads that get blocks as bytes flow, by the place of their request in the order of arrival."""
@@ -304,7 +301,6 @@ class _Answers:
         self._answering += 1
         await asyncio.sleep(prompt.answer_s)
         self._answering -= 1
-        self.answers += time.monotonic() <= self._start_s + self._span_s
         self.pool.give_back(block_ids)
         self._unstick()
         return waited_s

@@ -29,7 +29,15 @@ from kvflow.core.protocol import codec, messages, notifications
 from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.notifications import ReadDone, Renew, join_read_done, leases_max
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import KVFlowError, Overloaded, PeerError, PeerUnreachable, RuntimeUnavailable, UsageError
+from kvflow.errors import (
+    CacheUnregistered,
+    KVFlowError,
+    Overloaded,
+    PeerError,
+    PeerUnreachable,
+    RuntimeUnavailable,
+    UsageError,
+)
 from kvflow.logs import logger_of
 from kvflow.runtime.clock import Alarm
 from kvflow.runtime.optional import OptionalParts, PendingTickets
@@ -57,8 +65,7 @@ class _RenewedLease:
 class KeptLeases:
     """The leases of a ticket, while `Runtime.keep_leases` renews them."""
 
-    def __init__(self, request_id: str) -> None:
-        self._request_id = request_id
+    def __init__(self) -> None:
         self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def opened(self) -> None:
@@ -70,6 +77,7 @@ class KeptLeases:
             LoadError: no lease will be opened (PrefillFailed), or it has ended (LeaseExpired).
             PeerError: the producer cannot be asked.
             RequestError: the ticket or the offer is impossible.
+            CacheUnregistered: the registration of the cache has ended before.
             UsageError: the `with` body of `keep_leases` has ended before.
         """
         await asyncio.shield(self._opened)
@@ -84,10 +92,6 @@ class KeptLeases:
         if not self._opened.done():
             self._opened.set_exception(error)
             self._opened.exception()  # mark it as retrieved: most callers only load
-
-    def close(self) -> None:
-        """Only for `RemoteLeases`: make `opened` raise UsageError, if it still waits: the leases are not kept now."""
-        self.fail(UsageError(f"request {self._request_id!r}: keep_leases: its `with` body has ended"))
 
 
 class LeaseIdNotifier:
@@ -196,18 +200,20 @@ class RemoteLeases:
         A task also connects the ticket's ranks. If a lease cannot be renewed, nothing is raised here, but the request's
         load will fail. RuntimeClosed if the runtime is closed.
         """
-        kept, owner = KeptLeases(ticket.request_id), object()
+        kept, owner = KeptLeases(), object()
         if ticket.offers_nothing:
             kept.note_opened()
             yield kept  # an empty offer: its leases have ended already
             return
         task = self._spawn(self._renew_until_cancelled(owner, ticket, kept), name=f"kvflow-keep {ticket.request_id}")
+        over = CacheUnregistered(f"request {ticket.request_id!r}: its leases were not open before the cache's end")
+        task.add_done_callback(lambda _: kept.fail(over))
         try:
             yield kept
         finally:
             task.cancel()
             self.stop_renewing(owner)
-            kept.close()
+            kept.fail(UsageError(f"request {ticket.request_id!r}: keep_leases: its `with` body has ended"))
 
     def notify_finished(self, sources: Sequence[Source]) -> None:
         """Notify the producer rank of each source that this reader no longer needs the source's lease, read or not."""
