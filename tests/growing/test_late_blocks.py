@@ -402,6 +402,7 @@ def test_whatever_the_groups_ranks_and_buffers_are(data: st.DataObject, family: 
 
     counts = [len(ids) for ids in case.ids(1)]
     shares = [*sorted(data.draw(st.lists(st.sampled_from([0.0, 0.2, 0.5, 0.8]), max_size=3))), 1.0]
+    pause_s = data.draw(pauses)  # here: `give` runs in a task of its own
 
     async def give(loads: list[Load]) -> None:
         for load in loads:
@@ -410,8 +411,9 @@ def test_whatever_the_groups_ranks_and_buffers_are(data: st.DataObject, family: 
                 upto = [math.ceil(share * count) for count in counts]
                 load.extend(case.request_ids(1, list(map(slice, before, upto))))
                 before = upto
-                await asyncio.sleep(data.draw(pauses))
+                await asyncio.sleep(pause_s)
 
+    grows = grows and family in FAMILIES  # the others may offer fewer blocks than the prompt has tokens for
     run_virtual(run(case, InprocCluster().world(), compute if grows else None, give=give))
 
 

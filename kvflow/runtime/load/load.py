@@ -278,12 +278,12 @@ class Load:
             LayoutError: a tensor of the cache has moved since the cache was registered.
             UsageError: not called on the runtime's event loop.
         """
-        if self.late_blocks is None:
-            if self.done:  # also one that was refused
-                return
-            raise RequestError(f"request {self.request_id!r}: extend(): its LoadRequest has no extends=True")
+        if self.done and self.late_blocks is None:
+            return  # it may be one that was refused
         if self._task is not None:
             require_loop(self._task.get_loop(), f"request {self.request_id!r}: extend()")
+        if self.late_blocks is None:
+            raise RequestError(f"request {self.request_id!r}: extend(): its LoadRequest has no extends=True")
         self.late_blocks.extend(block_ids, after)
 
     async def computed(self, tokens: int) -> int | None:
