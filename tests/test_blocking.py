@@ -195,6 +195,20 @@ def test_loads_are_started_and_waited_for_later(pair: Pair) -> None:
     assert lease.outcome.result(WAIT_S) is LeaseOutcome.READ
 
 
+def test_a_load_gets_its_blocks_from_any_thread(pair: Pair) -> None:
+    lease = pair.offer()
+    request = load_request(lease)
+    load = pair.consumer.start_load(replace(request, block_ids=[], extends=True))
+    assert load.computed(0, WAIT_S) == lease.ticket.num_tokens
+    with pytest.raises(RequestError, match=r"extend\(\): block_ids: block id -1"):
+        load.extend([-1])
+    load.extend(request.block_ids)
+    assert load.result(WAIT_S).bytes > 0
+    assert load.computed(0) is None
+    load.extend([1])
+    assert lease.outcome.result(WAIT_S) is LeaseOutcome.READ
+
+
 async def address(runtime: asynchronous.Runtime) -> str:
     return runtime.address
 

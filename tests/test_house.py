@@ -135,7 +135,7 @@ DOUBLES_MAX = 5
 LOG_LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log")
 
 # Tests whose subject is time itself, each with the reason.
-_LANDED = ("growing", "growing_failed", "growing_progress", "growing_looks", "extending")
+_LANDED = ("growing", "growing_failed", "growing_progress", "growing_looks", "extending", "late_blocks")
 SLEEPING_TESTS = {
     **{f"tests/growing/test_{name}.py": "virtual time: what has landed when some has passed" for name in _LANDED},
     "tests/testing/test_virtual_loop.py": "what is tested is the passing of virtual time",

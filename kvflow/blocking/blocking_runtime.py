@@ -20,6 +20,7 @@ from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, KVFlowError, RuntimeBroken, RuntimeClosed, UsageError
 from kvflow.runtime import runtime as asynchronous
+from kvflow.runtime.load.leases import KeptLeases
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
 from kvflow.runtime.memory import BlockCopier
 from kvflow.runtime.part import Part
@@ -203,7 +204,7 @@ class Runtime:
         return self._keep_on_loop(self._thread.call_now(lambda rt: rt.keep_leases(ticket)))
 
     @contextlib.contextmanager
-    def _keep_on_loop(self, kept: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+    def _keep_on_loop(self, kept: contextlib.AbstractContextManager[KeptLeases]) -> Iterator[None]:
         entered = contextlib.ExitStack()
         self._thread.call_now(lambda _: entered.enter_context(kept))
         try:

@@ -197,6 +197,30 @@ class Load:
         """Ask the load to end, within Config.cancel_grace_s. Never waits. Any thread may call this."""
         self._thread.call_soon(self._cancel)
 
+    def extend(self, block_ids: GivenBlockIds, after: DeviceEvent | None = None) -> None:
+        """Blocking form of `kvflow.Load.extend`: add the next local blocks to the load."""
+        self._thread.call_now(lambda _: None if self._load is None else self._load.extend(block_ids, after))
+
+    def computed(self, tokens: int, timeout_s: float | None = None) -> int | None:
+        """Blocking form of `kvflow.Load.computed`: wait until more than `tokens` tokens of the prompt are computed.
+
+        Args:
+            tokens: number of computed tokens that the caller knows of; 0 for none.
+            timeout_s: seconds to wait at most; None has no limit.
+
+        Returns:
+            Number of the prompt's first tokens that are computed; None if the load has ended.
+
+        Raises:
+            TimeoutError: `timeout_s` has passed; the load goes on.
+            UsageError: called on the loop's own thread, or `timeout_s` is not a valid time.
+        """
+
+        async def computed(_: asynchronous.Runtime) -> int | None:
+            return None if self._load is None else await self._load.computed(tokens)
+
+        return self._thread.call(computed, timeout_s)
+
     def add_done_callback(self, callback: Callable[[Load], object]) -> None:
         """Call `callback` with this handle once the load is done.
 

@@ -49,6 +49,8 @@ class _Consumer:
     refusal: PromptMismatch | None = None
     """Error with which the request must fail, without using its tickets and without computing the prompt locally; or
     None."""
+    awaits_offer: bool = False
+    """True while the request must get no blocks, because its first ticket is pending (`late_blocks`)."""
     state: ConsumerState = ConsumerState.EXPECTED
 
     @property
@@ -137,6 +139,7 @@ class ConsumingRequests:
             consumer.prompt = prompt
         if ticket.awaited:
             consumer.offered_tokens = self._config.offered_of(most)
+            consumer.awaits_offer = self._config.late_blocks
         elif ticket.num_tokens <= most and ticket.offered_tokens:
             consumer.offered_tokens = ticket.offered_tokens
         elif ticket.num_tokens > most:
@@ -270,7 +273,7 @@ class ConsumingRequests:
     def match(self, request_id: str, num_computed_tokens: int) -> Matched:
         """Return how many prompt tokens a request can load after its first `num_computed_tokens`, which are cached.
 
-        Return None in place of the number if the request has to wait for another request's load.
+        Return None in place of the number if the request has to wait for another request's load, or for its offer.
         """
         request = self._expected_request(request_id)
         tokens = 0 if request is None else request.offered_tokens - num_computed_tokens
@@ -278,7 +281,7 @@ class ConsumingRequests:
             return max(tokens, 1), True  # whatever the local cache has: the request waits for a load, which fails
         if request is None or tokens < self._config.fetch_tokens_min:
             return 0, False
-        return (None, False) if request.use.must_wait(request) else (tokens, True)
+        return (None, False) if request.awaits_offer or request.use.must_wait(request) else (tokens, True)
 
     def update_after_alloc(self, request_id: str, block_ids: GivenTables, num_external_tokens: int) -> None:
         """Have the next step load a request's last `num_external_tokens` offered tokens into the blocks `block_ids`.
@@ -314,8 +317,15 @@ class ConsumingRequests:
         """Set in `step` what was decided since the last step: leases to keep, loads to start or cancel, releases."""
         ours, self._next_step = self._next_step, Step()
         step.keep = {name: tickets for name, tickets in ours.keep.items() if self._still_waits(name, tickets)}
+        step.await_offers = [request_id for request_id in step.keep if self._requests[request_id].awaits_offer]
         step.receive, step.release = ours.receive, ours.release
         step.abandon = [request_id for request_id in ours.abandon if request_id in self._requests]
+
+    def note_offered(self, request_ids: Iterable[str]) -> None:
+        """Record that these requests' prompts are offered, or never will be: they may get blocks. Ignore other ids."""
+        for request_id in request_ids:
+            if (request := self._requests.get(request_id)) is not None:
+                request.awaits_offer = False
 
     def note_received(self, request_ids: Iterable[str]) -> None:
         """Record that these requests' loads have ended, successfully or not. Ignore other ids."""

@@ -228,8 +228,9 @@ class ConnectorScheduler:
 
         Returns:
             The number of tokens, and True if the load runs while the engine goes on with other steps. The number is
-            None if the request has to wait for peers' answers or another request's load. The number is 0 if fewer than
-            `SchedulingConfig.fetch_tokens_min` tokens, or none, can be loaded.
+            None if the request has to wait for peers' answers, for its offer (`SchedulingConfig.late_blocks`) or for
+            another request's load. The number is 0 if fewer than `SchedulingConfig.fetch_tokens_min` tokens, or none,
+            can be loaded.
         """
         if self._questions.ask_or_wait(request_id, num_computed_tokens):
             return None, False
@@ -289,6 +290,7 @@ class ConnectorScheduler:
         received: Collection[str] = (),
         sent: Iterable[str] = (),
         found: Mapping[str, tuple[Ticket, ...]] = MappingProxyType({}),
+        offered: Iterable[str] = (),
     ) -> None:
         """Record the results of the workers. Ids of requests that await no result are ignored.
 
@@ -297,8 +299,11 @@ class ConnectorScheduler:
             sent: ids of requests with leases that have ended on all workers (`Results.sent`).
             found: tickets in peers' answers, by request id (`Results.found`). A request that still waits for them loads
                 with them (`adopt`); otherwise they are released.
+            offered: ids of requests with prompts that are offered now on one worker, or never will be
+                (`Results.offered`). With `SchedulingConfig.late_blocks` they wait for that.
         """
         self._consumers.note_received(received)
+        self._consumers.note_offered(offered)
         self._producers.note_sent(sent)
         for request_id in received:
             self._questions.resume_waiters(request_id)

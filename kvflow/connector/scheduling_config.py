@@ -41,6 +41,9 @@ class SchedulingConfig:
     release_failed_loads: bool = True
     """True to release the ticket when a load fails, so that the producer can reuse the blocks before the lease expires.
     False if routers retry with the same ticket, for example at another decode engine."""
+    late_blocks: bool = False
+    """True to give a request with a pending ticket blocks only once its prompt is offered, that is once the producer
+    has begun to compute it."""
     produces: bool = True
     consumes: bool = True
 
@@ -53,6 +56,8 @@ class SchedulingConfig:
             raise ConfigError("full_blocks_only: a state belongs to the last token of the prompt, not to a full block")
         if self.withhold_last_token and self.has_state:
             raise ConfigError("withhold_last_token: a state is that of the last token that was computed")
+        if self.late_blocks and not self.consumes:
+            raise ConfigError("late_blocks: for engines that load prompts, but this one loads none")
 
     @property
     def all_groups(self) -> tuple[GroupFacts, ...]:

@@ -190,6 +190,9 @@ class Step(msgspec.Struct, kw_only=True):
     keep: dict[str, tuple[Ticket, ...]] = {}
     """By request id, the tickets of each new request that waits for blocks. The tickets' leases are renewed until the
     request's load has ended or the tickets are released. All tickets of a request are for the same prompt."""
+    await_offers: list[str] = []
+    """Ids of requests in `keep` with a pending ticket that get blocks only once their prompts are offered. The workers
+    report that (`Results.offered`)."""
     withdraw: list[str] = []
     """Ids of requests with leases that must end, because their blocks will be reused."""
     recall: list[str] = []

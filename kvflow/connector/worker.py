@@ -30,6 +30,7 @@ from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import TOKENS, KVFlowError, PromptMismatch, UsageError
 from kvflow.logs import logger_of
 from kvflow.parts import preload
+from kvflow.runtime.load.leases import KeptLeases
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
 from kvflow.runtime.producer.lease import Lease, LeaseOutcome, ServeRequest
@@ -77,6 +78,9 @@ class Results:
     peer first. Empty if no peer has a prefix that is worth a load."""
     answers: list[PrefixOutcome] = field(default_factory=list)
     """Outcome of the question of each request in `found`, in the same order."""
+    offered: dict[str, float] = field(default_factory=dict)
+    """By request id, for the requests in `Step.await_offers`: seconds until the prompt was offered, or until it was
+    clear that it never will be. The request's load then fails."""
 
     @property
     def received(self) -> Set[str]:
@@ -103,6 +107,10 @@ class _ReceivingRequest:
 
     kept_leases: ExitStack = field(default_factory=ExitStack)
     """Contexts that renew the leases of the request's tickets. After this stack is closed, the leases may expire."""
+    offer: asyncio.Task[None] | None = None
+    """Task that waits for the offer of the first ticket. None if the request got blocks without waiting for it."""
+    offer_error: KVFlowError | None = None
+    """Error because of which the prompt will not be offered with the first ticket."""
     load: Load | None = None
     abandoned: bool = False
 
@@ -163,11 +171,13 @@ class ConnectorWorker:
         """The prefix cache that is shared with peers; None until `share` is called."""
         self._sharing: SharedPrefixes | None = None
         self._reported = threading.Condition()
-        """Guards `_results` and `_loading`, which two threads use: the engine's and the loop's. `collect` may wait for
-        the loop's."""
+        """Guards `_results`, `_loading` and `_awaiting`, which two threads use: the engine's and the loop's. `collect`
+        may wait for the loop's."""
         self._results = Results()
         self._loading: set[str] = set()
         """Requests whose load was given to `begin`, and has no result yet."""
+        self._awaiting: set[str] = set()
+        """Requests of which the offer is awaited, and no result of that is reported yet."""
         self._internal_error: BaseException | None = None
         self._saved: dict[str, _SavedPrompt] = {}
         """Prompts that this rank offers, by request id, until the end of their leases is reported."""
@@ -291,6 +301,7 @@ class ConnectorWorker:
         if step != _EMPTY_STEP:
             with self._reported:  # here, since the loop may begin the loads after the next call of `collect`
                 self._loading.update(receive.request_id for receive in step.receive)
+                self._awaiting.update(step.await_offers)
             self._runtime.start(lambda runtime: self._carry_out(runtime, step, ready, after))
 
     def collect(self, wait_s: float = 0.0) -> Results:
@@ -316,7 +327,7 @@ class ConnectorWorker:
         return taken
 
     def _must_not_wait(self) -> bool:
-        return not self._loading or self._results != _NO_RESULTS or self._internal_error is not None
+        return not (self._loading or self._awaiting) or self._results != _NO_RESULTS or self._internal_error is not None
 
     @contextmanager
     def _reporting(self) -> Iterator[Results]:
@@ -347,7 +358,7 @@ class ConnectorWorker:
             if release.last:
                 self._release(runtime, release.tickets)
         for request_id, tickets in step.keep.items():
-            self._keep_leases(runtime, request_id, tickets)
+            self._keep_leases(runtime, request_id, tickets, awaits_offer=request_id in step.await_offers)
         for request_id in step.withdraw:
             if request_id in self._saved:  # else its end is reported already
                 self._withdraw(self._saved[request_id])
@@ -366,24 +377,55 @@ class ConnectorWorker:
 
     # --- loads
 
-    def _keep_leases(self, runtime: Runtime, request_id: str, tickets: Sequence[Ticket]) -> None:
+    def _keep_leases(self, runtime: Runtime, request_id: str, tickets: Sequence[Ticket], *, awaits_offer: bool) -> None:
         request = _ReceivingRequest()
         try:
-            for ticket in tickets:
-                request.kept_leases.enter_context(runtime.keep_leases(ticket))
+            kept = [request.kept_leases.enter_context(runtime.keep_leases(ticket)) for ticket in tickets]
         except KVFlowError as error:
             request.kept_leases.close()
             logger.info("request %s: its leases are not kept: %s", request_id, error)
+            if awaits_offer:
+                self._report_offered(request_id, 0.0)  # its load will say why
         else:
             self._receiving[request_id] = request
+            if awaits_offer:
+                request.offer = self._spawn(
+                    self._await_offer(request_id, request, kept[0]), f"kvflow-offer {request_id}"
+                )
+
+    async def _await_offer(self, request_id: str, request: _ReceivingRequest, kept: KeptLeases) -> None:
+        """Wait until the producer offers a request's prompt, and report that, so that the request gets blocks.
+
+        Task `kvflow-offer <request>`: begun by `ConnectorWorker.begin`, for each request of `Step.await_offers`. It
+        ends when the prompt is offered, when it is clear that it will not be, or when the request has ended. If the
+        task itself fails, `collect` raises the task's error.
+        """
+        begun_s = asyncio.get_running_loop().time()
+        try:
+            await kept.opened()
+        except KVFlowError as error:
+            request.offer_error = error
+        self._report_offered(request_id, asyncio.get_running_loop().time() - begun_s)
+
+    def _report_offered(self, request_id: str, waited_s: float) -> None:
+        with self._reporting() as results:
+            self._awaiting.discard(request_id)
+            results.offered[request_id] = waited_s
 
     def _stop_keeping(self, request_id: str) -> None:
         """Forget a request that will not load again, and stop renewing the leases of its tickets."""
         if request_id in self._receiving:
-            self._receiving.pop(request_id).kept_leases.close()
+            request = self._receiving.pop(request_id)
+            if request.offer is not None:
+                request.offer.cancel()
+                with self._reported:
+                    self._awaiting.discard(request_id)
+            request.kept_leases.close()
 
     def _abandon(self, request: _ReceivingRequest) -> None:
         request.abandoned = True
+        if request.offer is not None:
+            request.offer.cancel()
         if request.load is not None:
             request.load.cancel()
 
@@ -398,8 +440,13 @@ class ConnectorWorker:
         for lease in tuple(self._withdrawn):
             await lease  # this request may have the lease's blocks now; reads of them may go on until the lease ends
         outcome: LoadReport | BaseException | None = None
-        if not request.abandoned:
-            request.load = runtime.start_load(_load_request(runtime, receive, after))
+        if request.offer is not None:
+            await asyncio.wait([request.offer])  # another rank may have reported its offer first
+        tickets = receive.tickets if request.offer_error is None else receive.tickets[1:]
+        if not request.abandoned and not tickets:
+            outcome = request.offer_error
+        elif not request.abandoned:
+            request.load = runtime.start_load(_load_request(runtime, receive, tickets, after))
             (outcome,) = await asyncio.gather(request.load, return_exceptions=True)
             request.kept_leases.close()
             await request.load.settled()
@@ -558,10 +605,11 @@ class ConnectorWorker:
 
     # --- tasks
 
-    def _spawn(self, work: Coroutine[None, None, None], name: str | None = None) -> None:
+    def _spawn(self, work: Coroutine[None, None, None], name: str | None = None) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
+        return task
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -574,17 +622,21 @@ class ConnectorWorker:
             self._internal_error = problem
 
 
-def _load_request(runtime: Runtime, receive: Receive, after: DeviceEvent | None) -> LoadRequest:
-    """Return the `LoadRequest` for `receive`. The load writes no block before the device event `after`.
+def _load_request(
+    runtime: Runtime, receive: Receive, tickets: Sequence[Ticket], after: DeviceEvent | None
+) -> LoadRequest:
+    """Return the `LoadRequest` for `receive`, with its `tickets` or the last of them.
+
+    The load writes no block before the device event `after`.
 
     With a pending ticket, the deadline is the longest lifetime of a lease, since the prompt is still being computed.
     The load fails earlier if no offer comes within the ticket's `ttl_s`, or if the producer reports a failure.
     """
     config = runtime.config
-    pending = any(ticket.awaited for ticket in receive.tickets)
+    pending = any(ticket.awaited for ticket in tickets)
     return LoadRequest(
         runtime_id_of(receive.request_id),
-        ticket=receive.tickets,
+        ticket=tickets,
         block_ids=given_block_ids(receive.block_tables),
         after=after,
         deadline_s=max(config.load_deadline_s, config.lease_lifetime_s) if pending else None,

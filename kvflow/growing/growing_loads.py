@@ -17,15 +17,17 @@ from heapq import merge
 from kvflow.checks import counted
 from kvflow.core.policy.history import History
 from kvflow.core.protocol import messages
-from kvflow.errors import COMPUTE
+from kvflow.core.protocol.ticket import Ticket
+from kvflow.errors import COMPUTE, RequestError
 from kvflow.growing.decline_request import DeclineRequest
 from kvflow.growing.growing_leases import GrowingLeases
+from kvflow.growing.late_blocks import LateBlocks
 from kvflow.growing.lease_questions import FollowedLease, LeaseQuestions
 from kvflow.growing.pending_tickets import PendingTickets
 from kvflow.growing.spans import STOP_TOKEN, DirectSpans, PromptSpan, SpanPlanner, SpanQueue
 from kvflow.runtime.clock import Alarm
 from kvflow.runtime.load.flight import CopyGroup, Flight, ReadSource
-from kvflow.runtime.load.load import Load
+from kvflow.runtime.load.load import Load, LoadPerformer
 from kvflow.runtime.load.plan import MatchedChunks, Plan
 from kvflow.runtime.load.reads import direct_reads
 from kvflow.runtime.optional import Growing
@@ -62,6 +64,18 @@ class GrowingLoads:
         """Apply the notice that the readers of a request are to be redirected, the only request to this part."""
         assert isinstance(question, DeclineRequest), "by its row in parts.REQUESTS"
         return self.pending_tickets.redirect(question)
+
+    def add_late_blocks(self, load: Load, tickets: Sequence[Ticket]) -> LoadPerformer:
+        """Let `load` get blocks while it runs (`LoadRequest.extends`). Return the function that performs the load.
+
+        `tickets`: the tickets of its request. RequestError if a load with these tickets can get no blocks later.
+        """
+        if len(tickets) > 1 or load.request.again is not None:
+            raise RequestError(
+                f"request {load.request_id!r}: extends: a load of several tickets, or with `again`, needs all blocks"
+            )
+        load.late_blocks = late_blocks = LateBlocks(self._host, self.pending_tickets, load)
+        return late_blocks.perform
 
     def ask_about_leases(self, load: Load, sources: Sequence[Source], matched: MatchedChunks) -> None:
         """Begin to ask the ranks of `sources` about what seals do not show: block ids, payload, end of the lease.
@@ -103,6 +117,9 @@ class _GrowingRead:
         self._flight = flight
         self._matched = matched
         self._tokens = load.ticket.num_tokens
+        self._late_blocks = load.late_blocks if isinstance(load.late_blocks, LateBlocks) else None
+        if self._late_blocks is not None:
+            self._late_blocks.begin_read(load.sources)
         self._worth_share = 0.5 + (growing.loads_begun * _GOLDEN) % 1.0
         """Share of `_worth_bytes` that must be readable before the next read."""
         self._seals_due = set(load.sources)
@@ -134,13 +151,17 @@ class _GrowingRead:
             await self._fetch_due_seals(frontier)
             if any(source.proof.lease_ended for source in sources):
                 return
-            readable = {source: self._readable_tokens(source) for source in sources}
+            readable = computed = {source: self._readable_tokens(source) for source in sources}
+            if self._late_blocks is not None:
+                self._late_blocks.note_computed(min(computed.values()))
+                usable = self._late_blocks.usable_tokens
+                readable = {source: min(tokens, usable) for source, tokens in computed.items()}
             if untouched and min(readable.values()) >= self._tokens:
                 self._leave_compute()
                 for read in direct_reads(self._growing.limits, sources, None):
                     yield CopyGroup((read,))
                 return
-            due = self._queues_to_read(queues, readable)
+            due = self._queues_to_read(queues, readable, computed)
             untouched = untouched and not due
             if due:
                 self._leave_compute()
@@ -153,12 +174,12 @@ class _GrowingRead:
                 await self._wait()
 
     def _leave_compute(self) -> None:
-        """If the load is in the phase "compute", enter "wire", because more tokens are readable now.
+        """If the load is in the phase "compute" or "queued", enter "wire", because more tokens are readable now.
 
         LayoutError if a tensor of the cache has moved since then.
         """
         self._growing.check_tensors()
-        if self._load.phase == COMPUTE:
+        if self._load.phase != "wire":
             self._load.enter_phase("wire")
 
     def _span_landed(self, frontier: Frontier, one: PromptSpan, group: CopyGroup, now_s: float, begun_s: float) -> None:
@@ -175,12 +196,15 @@ class _GrowingRead:
         readable, followed = source.proof.readable_tokens(self._tokens), self._followed.get(source)
         return readable if followed is None else min(readable, followed.known_tokens)
 
-    def _queues_to_read(self, queues: Sequence[SpanQueue], readable: Mapping[Source, int]) -> list[SpanQueue]:
+    def _queues_to_read(
+        self, queues: Sequence[SpanQueue], readable: Mapping[Source, int], computed: Mapping[Source, int]
+    ) -> list[SpanQueue]:
         """Return the span queues to read from now.
 
         Always return the queues that can be read to their end. Return the other queues only if their readable bytes,
         summed over these queues, are worth a read. If no queue is returned, have each rank answer once enough tokens
-        are computed. `readable`: number of readable tokens by source.
+        are computed. `readable`, `computed`: number of tokens by source that are computed and, if readable, have local
+        blocks.
         """
         due, rest, size_bytes = list[SpanQueue](), list[SpanQueue](), 0
         for queue in queues:
@@ -199,7 +223,7 @@ class _GrowingRead:
         if not due and queues:
             more = max((worth - size_bytes) // max(sum(queue.size_bytes(1) for queue in queues), 1), 1)
             for source in sources:
-                missing = self._tokens - readable[source]
+                missing = self._tokens - computed[source]
                 if (followed := self._followed.get(source)) is not None:
                     followed.set_missing_max(max(missing - more, 0) if missing else -1)
         return due
@@ -241,11 +265,22 @@ class _GrowingRead:
         for followed in self._followed.values():
             if followed.problem is not None:
                 raise followed.problem
+        if self._late_blocks is not None and self._late_blocks.problem is not None:
+            raise self._late_blocks.problem
         if self._alarm.due_s == math.inf:
             self._alarm.set(self._growing.clock.now_s() + SEAL_FETCH_EVERY_S)
-        if self._load.phase != COMPUTE and not self._flight.reads_blocks and self._computed < self._tokens:
-            self._load.enter_phase(COMPUTE, self._computed_text)
+        if not self._flight.reads_blocks:
+            self._enter_phase_of_wait()
         await self._flight.wait_for_change()
+
+    def _enter_phase_of_wait(self) -> None:
+        """Enter the phase "queued" if the load waits for local blocks, "compute" if it waits for computed tokens."""
+        load, late_blocks = self._load, self._late_blocks
+        if late_blocks is not None and late_blocks.lacking:
+            if load.phase != "queued":
+                load.enter_phase("queued", lambda: late_blocks.lacking_text)
+        elif load.phase != COMPUTE and self._computed < self._tokens:
+            load.enter_phase(COMPUTE, self._computed_text)
 
     @property
     def _computed(self) -> int:
@@ -262,7 +297,11 @@ class _GrowingRead:
     def _on_alarm(self) -> None:
         """Callback of `_alarm`: have seals fetched of which no answer has told anything for some time."""
         now_s = self._growing.clock.now_s()
-        asked = {source for source, one in self._followed.items() if one.asked}
+        asked = {
+            source
+            for source, one in self._followed.items()
+            if one.asked or self._readable_tokens(source) >= self._tokens  # then only its end is news
+        }
         since_s = {source: now_s - source.proof.last_open_s for source in self._load.sources}
         due = [source for source in since_s if source not in asked or since_s[source] >= SEAL_FETCH_ASKED_S]
         if due:

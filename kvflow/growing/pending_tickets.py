@@ -36,6 +36,7 @@ from kvflow.errors import (
     RuntimeUnavailable,
 )
 from kvflow.growing.decline_request import DeclineRequest
+from kvflow.growing.late_blocks import LateBlocks
 from kvflow.logs import logger_of
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.plan import check_awaited_offer
@@ -101,6 +102,8 @@ class PendingTickets:
         load.ticket = await self.await_offers(load.ticket, on_lease, connected)
         if load.phase == COMPUTE:
             load.enter_phase("handshake")
+        if isinstance(load.late_blocks, LateBlocks):
+            load.late_blocks.settle(load.ticket)
         check_awaited_offer(self._local.groups, load.request, load.ticket, load.tables)
 
     async def await_offers(

@@ -70,6 +70,7 @@ _PINNED_BLOCKS = _values_of("prefix.sharing", "pinned_blocks")
 _STORE_REQUESTS = _values_of("storage", "saved", "restored", "missed", "damaged", "failed")
 _STORE_BYTES = _values_of("storage", used="bytes", max="bytes_max")
 _LISTENERS_LOST_HELP = "Listeners that UCX has closed, as when open files run out: no new peer connects there."
+_LACKING_HELP = "Loads that wait for local blocks (Load.extend)."
 _NEVER_READ_HELP = "Engines that tickets name, and that no load has read from yet."
 _READERS_REFUSED_HELP = "New readers that were refused because too few open files were left."
 _SOURCES_LEFT_HELP = "Sources that loads gave up for their next source."
@@ -80,6 +81,7 @@ _LATE_READS_HELP = "Reads of stock engines that ended after their lease: the tex
 GAUGES: tuple[tuple[str, str, tuple[str, ...], ReadValues], ...] = (
     ("kvflow_blocks", "Blocks of the KV cache by use.", ("use",), _BLOCKS),
     ("kvflow_open_loads", "Loads under way.", (), _values_of("loading", "open_loads", without=0)),
+    ("kvflow_loads_lacking_blocks", _LACKING_HELP, (), _values_of("loading", "loads_lacking_blocks", without=0)),
     ("kvflow_engines_never_read", _NEVER_READ_HELP, (), _values_of("loading", "never_read", without=0)),
     ("kvflow_open_leases", "Leases open.", (), _values_of("serving", "open_leases", without=0)),
     ("kvflow_open_reads", "Reads posted and not ended.", (), _values_of("transport", "open_reads")),

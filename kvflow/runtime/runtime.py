@@ -22,7 +22,7 @@ from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, KVFlowError, RuntimeUnavailable, UsageError
-from kvflow.runtime.load.leases import warn_if_never_entered
+from kvflow.runtime.load.leases import KeptLeases, warn_if_never_entered
 from kvflow.runtime.load.load import Load, refused_load
 from kvflow.runtime.load.loader import Loader
 from kvflow.runtime.load.requests import LoadReport, LoadRequest
@@ -327,7 +327,7 @@ class Runtime:
         """
         return await self._require_host("release_blocks", new_work=False).leases.release(ticket)
 
-    def keep_leases(self, ticket: Ticket | Mapping[str, Any]) -> AbstractContextManager[None]:
+    def keep_leases(self, ticket: Ticket | Mapping[str, Any]) -> AbstractContextManager[KeptLeases]:
         """Renew the leases of a ticket while a request waits for its load: `with runtime.keep_leases(ticket): ...`.
 
         Without `with`, nothing is renewed, and a warning is logged.
@@ -340,7 +340,9 @@ class Runtime:
             ticket: the ticket from the router.
 
         Returns:
-            A context manager. The leases are renewed until its `with` body ends.
+            A context manager. The leases are renewed until its `with` body ends. `with ... as kept` gives a
+                `KeptLeases`: `await kept.opened()` waits until the leases are open, as those of a pending ticket may
+                not be yet.
 
         Raises:
             RequestError: the ticket is wrong.
@@ -461,11 +463,11 @@ class Runtime:
             raise
 
     @contextmanager
-    def _keep_on_loop(self, kept: AbstractContextManager[None], entered: list[bool]) -> Iterator[None]:
+    def _keep_on_loop(self, renewing: AbstractContextManager[KeptLeases], entered: list[bool]) -> Iterator[KeptLeases]:
         entered.append(True)
         require_loop(self._supervisor.loop, "keep_leases")
-        with kept:
-            yield
+        with renewing as kept:
+            yield kept
 
 
 def _checked_name(part: Part, what: str) -> str:

@@ -18,6 +18,7 @@ PartT = TypeVar("PartT", ServingStatistics, LoadingStatistics, TransportStatisti
 
 _GAUGES = {
     *("open_leases", "open_loads", "waiting_loads", "waiting_reads", "in_flight", "peers", "quarantines", "never_read"),
+    "loads_lacking_blocks",
     *("open_reads", "open_peers", "open_spans", "open_threads", "listeners_lost", "unreachable"),
 }
 """Names of fields that count what exists now. All other fields count events, and go on in the next registration."""

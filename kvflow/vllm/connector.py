@@ -141,9 +141,13 @@ class KVFlowWorkerReport(KVConnectorWorkerMetadata):
     """Ids and errors of requests that must fail: the producer's prompt has the same tokens as the request's, but other
     pictures, another adapter or another cache salt."""
 
+    offered: tuple[str, ...] = ()
+    """Ids of requests that have waited for the offer of their prompts, and may get blocks now (`late_blocks`)."""
+
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVFlowWorkerReport:
         others = cast(KVFlowWorkerReport, other)
-        return KVFlowWorkerReport({**self.found, **others.found}, self.refused + others.refused)
+        found, refused = {**self.found, **others.found}, self.refused + others.refused
+        return KVFlowWorkerReport(found, refused, self.offered + others.offered)
 
 
 class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
@@ -398,7 +402,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         received, sent = connector_output.finished_recving or (), connector_output.finished_sending or ()
         meta = connector_output.kv_connector_worker_meta
         report = meta if isinstance(meta, KVFlowWorkerReport) else KVFlowWorkerReport()
-        self._scheduler.update_from_workers(received=received, sent=sent, found=report.found)
+        self._scheduler.update_from_workers(received=received, sent=sent, found=report.found, offered=report.offered)
         self._scheduler.refuse(report.refused)
         self._warm.note_failed(connector_output.failed_recving or ())
         if self._recomputes_failed_loads:
@@ -581,7 +585,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         idle = self.has_connector_metadata() and cast(KVFlowMetadata, self._get_connector_metadata()).idle
         results = self._worker.collect(_IDLE_STEP_S if idle else 0.0)
         self._worker_report = self._worker_report.aggregate(
-            KVFlowWorkerReport(found=results.found, refused=results.refused)
+            KVFlowWorkerReport(found=results.found, refused=results.refused, offered=tuple(results.offered))
         )
         self._stats.add_results(results)
         self._stats.data["prefix_runs"] += self._worker.shared_outcomes()

@@ -77,6 +77,9 @@ class Extra(msgspec.Struct, frozen=True, kw_only=True):
     """True to offer only full blocks of a prompt."""
     release_failed_loads: bool = True
     """True to release the ticket when a load fails. False if the router retries with the same parameters."""
+    late_blocks: bool = False
+    """True to give a request with a pending ticket blocks only once its prefill has begun. Until then it waits in
+    vLLM's queue."""
     secondary_tiers: tuple[dict[str, object], ...] = ()
     """Not used by kvflow: Dynamo reads here where this engine's prefixes can be fetched, for its KV hints."""
     kv_format: str | None = None
@@ -254,6 +257,7 @@ def scheduling_of(vllm_config: VllmConfig, groups: Sequence[Group]) -> Schedulin
         fetch_tokens_min=extra.fetch_tokens_min,
         full_blocks_only=extra.full_blocks_only,
         release_failed_loads=extra.release_failed_loads,
+        late_blocks=extra.late_blocks,
         produces=transfer.is_kv_producer,
         consumes=transfer.is_kv_consumer,
     )

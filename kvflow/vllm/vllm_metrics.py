@@ -30,6 +30,10 @@ _ABANDONED = "Abandoned"
 _HISTOGRAMS = {
     "load_seconds": ("Duration of loads that succeeded.", _SECONDS_BUCKETS),
     "load_wire_seconds": ("Seconds in which bytes were under way, of loads that succeeded.", _SECONDS_BUCKETS),
+    "offer_wait_seconds": (
+        "Seconds that requests waited without blocks for their offer (late_blocks).",
+        _SECONDS_BUCKETS,
+    ),
     "load_bytes": ("Bytes that one load has read.", _BYTES_BUCKETS),
 }
 _COUNTERS = {
@@ -67,6 +71,7 @@ class KVFlowStats(KVConnectorStats):
             data["load_failures"].append(type(error).__name__ if error else _ABANDONED)
         data["leases"] += (str(outcome) for _, outcome in results.leases)
         data["prefix_questions"] += map(str, results.answers)
+        data["offer_wait_seconds"] += results.offered.values()
 
     def is_empty(self) -> bool:
         return not any(self.data.values())

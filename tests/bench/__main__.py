@@ -9,6 +9,7 @@ from tests.bench.commands import add_scenario
 from tests.bench.fairness import Fairness
 from tests.bench.fleet.scenario import FleetBench
 from tests.bench.flow import Flow
+from tests.bench.late import Late
 from tests.bench.never_idle import NeverIdle
 from tests.bench.pages import Pages
 from tests.bench.peers.scenario import Peers
@@ -29,6 +30,7 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "surviving": Surviving,
     "verifying": Verifying,
     "flow": Flow,
+    "late": Late,
     "fleet": FleetBench,
     "never-idle": NeverIdle,
     "against": Against,

@@ -132,6 +132,12 @@ def check_flow(report: Report) -> None:
     assert all(row["measured"] is not None for row in report["targets"])
 
 
+def check_late(report: Report) -> None:
+    assert [(row["mode"], row["pool"]) for row in report["late"]] == [("early", 32), ("early", 16), ("late", 16)]
+    assert len({row["requests"] for row in report["late"]}) == 1
+    assert all(0 < row["blocks"] <= row["pool"] for row in report["late"])
+
+
 def check_fleet(report: Report) -> None:
     assert len({(row["ranks"], row["phase"]) for row in report["fleet"]}) == 2 * 5
     assert all(row["failed"] == row["wrong"] == 0 for row in report["fleet"])
@@ -178,6 +184,11 @@ SMALLEST: dict[str, tuple[str, Callable[[Report], None], tuple[str, ...]]] = {
         "--link shm --rounds 1 --many 4 --many-s 0.2",
         check_flow,
         ("one by one", "in one step", "behind"),
+    ),
+    "late": (
+        "--pool 32 --prompt-blocks 4 --engines 2 --block-ms 1 --answer-s 0.1 --rate-per-s 20 --span-s 1",
+        check_late,
+        ("goodput per s", "given back"),
     ),
     "never-idle": (
         "--turns-ms 0,1 --intervals-ms 5 --loads 2",

@@ -546,6 +546,25 @@ def test_reports_that_nobody_waits_for_change_nothing() -> None:
     assert (connector.state_of("r"), connector.state_of("c")) == (ProducerState.COMPUTING, ConsumerState.EXPECTED)
 
 
+def test_a_request_with_a_pending_ticket_waits_for_its_offer_without_blocks() -> None:
+    """With `late_blocks`; one with another ticket gets its blocks at once."""
+    connector = scheduler(late_blocks=True)
+    connector.add(consumer(10, Ticket.rendezvous(INTRODUCTION, "pending"), "p"))
+    connector.add(consumer(10, ticket_of(10), "t"))
+    assert matched(connector, "pt") == [(None, False), (10, True)]
+    step = step_of(connector)
+    assert (set(step.keep), step.await_offers) == ({"p", "t"}, ["p"])
+    assert step_of(connector).await_offers == []
+    assert connector.num_new_matched_tokens("p", 4) == (None, False)
+    assert connector.num_new_matched_tokens("p", 10) == (0, False), "all is cached: there is nothing to wait for"
+    connector.update_from_workers(offered=["p", "unknown"])
+    assert connector.num_new_matched_tokens("p", 4) == (6, True)
+    usual = scheduler()
+    usual.add(consumer(10, Ticket.rendezvous(INTRODUCTION, "pending"), "p"))
+    assert matched(usual, "p") == [(10, True)]
+    assert step_of(usual).await_offers == []
+
+
 def test_an_id_is_used_once_at_a_time() -> None:
     connector = scheduler()
     connector.add(producer(10))
@@ -1221,6 +1240,11 @@ def test_tables_that_do_not_hold_what_is_needed_are_a_usage_error(tables: Any, p
         ({"groups": (FULL, STATE), "full_blocks_only": True}, "a state belongs to the last token"),
         ({"groups": (FULL, STATE), "withhold_last_token": True}, "withhold_last_token"),
         ({"groups": "full"}, "groups: expected `array`, got 'full'"),
+        (
+            {"late_blocks": True, "consumes": False},
+            "late_blocks: for engines that load prompts, but this one loads none",
+        ),
+        ({"late_blocks": "yes"}, "late_blocks: expected `bool`, got 'yes'"),
     ],
 )
 def test_settings_that_cannot_be_are_a_config_error(changes: dict[str, Any], problem: str) -> None:

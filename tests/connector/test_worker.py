@@ -83,7 +83,7 @@ class Engine:
 
     def collect(self) -> None:
         results = self.worker.collect()
-        self.scheduler.update_from_workers(received=results.received, sent=results.sent)
+        self.scheduler.update_from_workers(received=results.received, sent=results.sent, offered=results.offered)
         self.sent |= results.sent
         self.answers += zip(results.answers, results.found.values(), strict=True)
         self.happened += (*results.loaded.items(), *results.failed.items(), *results.leases)
@@ -953,3 +953,106 @@ def test_new_weights_end_what_is_offered(pair: Pair, state: str) -> None:
     pair.decode.scheduler.set_weights("step-7")
     pair.decode.receive(pair.prefill.prefill("again"), [5, 6], request_id="new")
     pair.decode.until_loaded("new")
+
+
+# --- blocks late
+
+
+@pytest.fixture
+def late() -> Iterator[Pair]:
+    """The decode engine gives a request blocks once its prompt is offered."""
+    network = InprocNetwork()
+    decode = make("decode", network, -1.0, late_blocks=True)
+    both = Pair(make("prefill", network, 1.0), decode, network)
+    with settled_afterwards(both.prefill, both.decode):
+        yield both
+
+
+def until_matched(decode: Engine) -> None:
+    """Step until the request "d" may get blocks."""
+    for _ in steps():
+        decode.step()
+        if decode.scheduler.num_new_matched_tokens("d", 0) != (None, False):
+            return
+    raise AssertionError("it waits for ever")
+
+
+def test_a_request_gets_blocks_when_its_prefill_has_begun(late: Pair) -> None:
+    prefill, decode = late.prefill, late.decode
+    decode.scheduler.add(Request("d", 7, prefill.flow()))
+    assert decode.step().await_offers == ["d"]
+    assert decode.worker.collect(0.001) == Results()
+    assert decode.scheduler.num_new_matched_tokens("d", 0) == (None, False)
+    prefill.step(("r", 3), blocks=[1])
+    until_matched(decode)
+    assert decode.scheduler.num_new_matched_tokens("d", 0) == (7, True)
+    decode.scheduler.update_after_alloc("d", [5, 6], 7)
+    decode.step()
+    prefill.step(("r", 7))
+    assert decode.until_loaded().tokens == 7
+    decode.assert_filled(5)
+    decode.assert_filled(6, tokens=3)
+    prefill.complete()
+    prefill.until_read()
+
+
+def test_a_step_waits_for_an_offer_and_is_woken_by_it(late: Pair) -> None:
+    prefill, decode = late.prefill, late.decode
+    decode.scheduler.add(Request("d", 7, prefill.flow()))
+    decode.step()
+    with waiting_step(decode) as results:
+        prefill.step(("r", 7))
+        found = results.result(WAIT_S)
+    assert [*found.offered] == ["d"]
+    assert found.offered["d"] >= 0.0
+    decode.scheduler.update_from_workers(offered=found.offered)
+    decode.scheduler.update_after_alloc("d", [5, 6], 7)
+    decode.until_loaded()
+    prefill.complete()
+    prefill.until_read()
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_a_prompt_that_will_not_be_offered_fails_its_request_once(late: Pair, others: bool) -> None:
+    """It gets blocks, since only a load can fail it. With a second ticket the load goes on with that."""
+    prefill, decode = late.prefill, late.decode
+    params = prefill.flow()
+    if others:
+        prefill.compute("other", blocks=[3, 4])
+        second = prefill.complete("other")
+        prefill.step()
+        params = params_of_several([params, second])
+    decode.scheduler.add(Request("d", 7, params))
+    decode.step()
+    prefill.scheduler.request_finished("r", completed=False)
+    prefill.step()
+    until_matched(decode)
+    decode.scheduler.update_after_alloc("d", [5, 6], 7)
+    if others:
+        assert decode.until_loaded().tokens == 7
+        prefill.until_read("other")
+        return
+    decode.until_failed(PrefillFailed)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_request_that_ends_while_its_offer_is_awaited(late: Pair, blocks: bool) -> None:
+    """Its blocks are free at once; a step waits no longer for it; an offer that comes later is given back."""
+    prefill, decode = late.prefill, late.decode
+    idle = decode.runtime.statistics().tasks
+    decode.scheduler.add(Request("d", 7, prefill.flow()))
+    decode.step()
+    if blocks:  # another rank of the engine has reported its offer
+        decode.scheduler.update_from_workers(offered=["d"])
+        decode.scheduler.update_after_alloc("d", [5, 6], 7)
+        decode.step()
+    decode.scheduler.request_finished("d", completed=False)
+    if blocks:
+        _, failed = decode.until(load_ended)
+        assert failed == FailedLoad(((5, 6),), None)
+    decode.step()
+    until_blocking(lambda: not decode.worker._awaiting)
+    prefill.step(("r", 7))
+    prefill.complete()
+    prefill.until_read()
+    until_blocking(lambda: decode.runtime.statistics().tasks == idle)

@@ -12,12 +12,12 @@ import pytest
 from pairs import EnginePair, host_of
 from tests_support import PATIENT, altered, limited, turns, until
 
-from kvflow import Config, Lease, LeaseOutcome, ServeRequest, Ticket
+from kvflow import Config, Lease, LeaseOutcome, ServeRequest, Ticket, secret_id
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import codec, messages, notifications
 from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.notifications import ReadDone, Renew
-from kvflow.errors import LeaseExpired, RequestError
+from kvflow.errors import CacheUnregistered, LeaseExpired, PrefillFailed, RequestError, UsageError
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.world import World
 from kvflow.testing import ManualClock, assert_quiet, inproc_pair
@@ -302,6 +302,39 @@ async def test_a_lease_that_is_over_keeps_nobody_from_waiting(timed: TimedPair) 
     assert timed.loading.renewals == 0
     with pytest.raises(RequestError, match="ticket"), timed.reader.keep_leases({}):
         raise AssertionError("not reached")
+
+
+async def test_who_keeps_leases_can_wait_until_they_are_open(timed: TimedPair) -> None:
+    """Those of a pending ticket may be opened later, or never."""
+    lease = timed.offer([3])
+    with timed.reader.keep_leases(lease.ticket) as kept:
+        await kept.opened()
+        await kept.opened()
+    introduction = timed.producer.runtime.introduce().to_params()
+    names = [secret_id(name) for name in ("later", "never", "unopened")]
+    later, never, unopened = (Ticket.rendezvous(introduction, name, ttl_s=30.0) for name in names)
+    with timed.reader.keep_leases(later) as kept:
+        opened = asyncio.ensure_future(kept.opened())
+        await settle()
+        assert not opened.done()
+        lease = timed.producer.runtime.serve_blocks(ServeRequest(names[0], [4], num_tokens=4))
+        await opened
+    with timed.reader.keep_leases(never) as kept:
+        timed.producer.runtime.decline(names[1], "no room")
+        with pytest.raises(PrefillFailed, match="no room"):
+            await kept.opened()
+    with timed.reader.keep_leases(unopened) as kept:
+        opened = asyncio.ensure_future(kept.opened())
+        await settle()
+    with pytest.raises(UsageError, match=r"'unopened.*': keep_leases: its `with` body has ended"):
+        await opened
+    with timed.reader.keep_leases(unopened) as kept:
+        opened = asyncio.ensure_future(kept.opened())
+        await settle()
+        await timed.reader.aclose()
+        with pytest.raises(CacheUnregistered, match="its leases were not open before"):
+            await opened
+    lease.revoke()
 
 
 async def test_closing_ends_the_keeping(timed: TimedPair) -> None:

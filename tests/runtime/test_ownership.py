@@ -182,6 +182,8 @@ VERBS: dict[str, Callable[[Runtime, Lease, Load], object]] = {
     "Load.cancel": lambda _, __, load: load.cancel(),
     "Load.settled": lambda _, __, load: load.settled(),
     "Load.progressed": lambda _, __, load: load.progressed(0),
+    "Load.computed": lambda _, __, load: load.computed(0),
+    "Load.extend": lambda _, __, load: load.extend([2]),
 }
 """Everything that asks for work or waits, of everything that belongs to a loop."""
 ANYWHERE = {
@@ -189,8 +191,9 @@ ANYWHERE = {
     *("Runtime.config", "Runtime.state", "Runtime.address", "Runtime.quarantines"),
     "Runtime.statistics",
     *("Lease.request_id", "Lease.block_ids", "Lease.block_tables", "Lease.state", "Lease.done", "Lease.readers_done"),
-    *("Load.block_ids", "Load.block_tables", "Load.done", "Load.safe"),
+    *("Load.block_ids", "Load.block_tables", "Load.done", "Load.safe", "Load.has_handle"),
     *("Load.follow", "Load.note_progress", "Load.start_task", "Load.set_outcome"),  # of its loader
+    "Load.note_computed",  # of `growing`
     *("Load.cancel_overdue", "Load.take_back_cancel"),  # of its loader
     *("Load.enter_phase", "Load.end_phases", "Load.current_phase", "Load.report", "Load.failure"),  # of its steps
 }
@@ -198,7 +201,8 @@ ANYWHERE = {
 OTHER = ServeRequest("other", block_ids=[1], num_tokens=4)
 AT_ONCE = {"serve_blocks", "decline", "start_load"}
 PLAIN_CALLS = [verb for verb in VERBS if verb.split(".")[1] in AT_ONCE]
-PLAIN_CALLS += [verb for verb in VERBS if verb.startswith("Lease.") and "wait" not in verb] + ["Load.cancel"]
+PLAIN_CALLS += [verb for verb in VERBS if verb.startswith("Lease.") and "wait" not in verb]
+PLAIN_CALLS += ["Load.cancel", "Load.extend"]
 STATES = [RuntimeState.OPEN, RuntimeState.DRAINING]
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvflow.core.protocol.ticket import Ticket
 from tests.simulator import loading
+from tests.simulator.settings import extends
 from tests.simulator.work import LoadPlan, SimOffer
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ def release(consumer: SimEngine, offer: SimOffer, ticket: Ticket) -> Coroutine[A
 def survive(consumer: SimEngine, offers: Sequence[SimOffer]) -> Coroutine[Any, Any, None]:
     """Load a prompt that several engines offer, or will offer."""
     rng, plan = consumer.simulation.rng, _plan_load(consumer, offers[0])
-    plan = replace(plan, more=offers[1:], named=rng.randint(0, len(offers) - 1))
+    plan = replace(plan, extends=False, more=offers[1:], named=rng.randint(0, len(offers) - 1))
     if rng.random() < _STRUCK_SHARE:
         strike, after_s = pick(STRIKES, rng), rng.expovariate(1 / _STRUCK_AFTER_S)
         consumer.simulation.strike_later(after_s, strike, offers[0].engine, consumer)
@@ -184,7 +185,9 @@ DELIVERIES: Sequence[tuple[int, Delivery]] = (
 def _plan_load(consumer: SimEngine, offer: SimOffer) -> LoadPlan:
     rng, longest_s = consumer.simulation.rng, consumer.base.load_deadline_s
     blocks = -(-offer.tokens // consumer.shape.block_size)
+    settings = consumer.simulation.settings
     return LoadPlan(
+        extends=extends(settings.seed) and offer.number % 4 > 0,
         cached_blocks=rng.randint(0, blocks) if rng.random() < 0.3 else 0,
         deadline_s=rng.uniform(0.0005, longest_s) if rng.random() < 0.2 else None,
         cancel_after_s=rng.expovariate(1 / 0.005) if rng.random() < 0.2 else None,

@@ -333,12 +333,16 @@ class SimEngine:
 
     def take_blocks(self, tokens: int, computed: int = 0) -> list[list[int]] | None:
         """Take each group's blocks for `tokens` tokens beyond the `computed` tokens. None if there is no room."""
+        return self.take_counts(self.counts_needed(tokens, computed))
+
+    def counts_needed(self, tokens: int, computed: int) -> list[int]:
+        """Return how many blocks of each group a prompt of `tokens` tokens needs beyond the `computed` tokens."""
         counts = []
         for facts in self.facts:
             stop = -(-tokens // facts.block_size)
             first = max(facts.first_needed(tokens), computed) // facts.block_size if computed < tokens else stop
             counts.append(stop - first)
-        return self.take_counts(counts)
+        return counts
 
     def take_counts(self, counts: Sequence[int]) -> list[list[int]] | None:
         """Take `counts` blocks of each group; None without room. Kept blocks make room, even if pinned for readers."""

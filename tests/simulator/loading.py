@@ -24,18 +24,28 @@ if TYPE_CHECKING:
 
 _FOLLOWED_EVERY = 4  # every n-th load follows its progress
 _MISPLACED_EVERY = 5  # every n-th load is first tried with a wrong place of its blocks
+_GIVE_AFTER_S = 0.002  # mean time until a load gets blocks for tokens that are computed
+_WAIT_FOR_BLOCKS_S = 0.05  # mean time until a load that was given back begins again
 _SLOW_SHARE = 0.2  # share of further tickets that take long, as if the prompt were computed again
 
 
 async def load(engine: SimEngine, offer: SimOffer, ticket: Ticket, plan: LoadPlan) -> None:
-    """Load an offered prompt, check its bytes, and use the blocks for a while."""
+    """Load an offered prompt, again after a while if the engine has run out of blocks for it and gave it back."""
+    for _ in range(plan.tries):
+        if not await _load_once(engine, offer, ticket, plan):
+            return
+        await engine.simulation.pass_time(engine.simulation.rng.expovariate(1 / _WAIT_FOR_BLOCKS_S))
+
+
+async def _load_once(engine: SimEngine, offer: SimOffer, ticket: Ticket, plan: LoadPlan) -> bool:
+    """Load an offered prompt, check its bytes, and use the blocks for a while. Return True if it was given back."""
     if not engine.running:
-        return
+        return False
     cached_tokens = min(plan.cached_blocks * engine.shape.block_size, offer.tokens)
-    tables = engine.take_blocks(offer.tokens, cached_tokens)
+    tables = [[] for _ in engine.facts] if plan.extends else engine.take_blocks(offer.tokens, cached_tokens)
     if tables is None:
         engine.simulation.count("load: no room")
-        return
+        return False
     naps = engine.naps
     load = SimLoad(offer, engine, tables, cached_tokens, others=plan.more)
     engine.own(load)
@@ -59,6 +69,7 @@ async def load(engine: SimEngine, offer: SimOffer, ticket: Ticket, plan: LoadPla
             ) and not load.corrupt:
                 engine.fail("I1", f"blocks of {offer.request_id} changed after the load: {wrong}")
     engine.give_back(load)
+    return load.given_back and not succeeded and naps == engine.naps
 
 
 async def wait_and_load(engine: SimEngine, offer: SimOffer, ticket: Ticket, plan: LoadPlan, wait_s: float) -> None:
@@ -100,11 +111,52 @@ async def _load_on_all_ranks(load: SimLoad, ticket: Ticket, plan: LoadPlan) -> l
         deadline_s=plan.deadline_s,
         priority=priority,
         verify=True if engine.simulation.settings.model.verifies and load.offer.number % 3 == 0 else None,
-        num_tokens=load.offer.tokens if any(load.tables) else None,
+        num_tokens=load.offer.tokens if any(load.tables) or plan.extends else None,
         cached_tokens=load.cached_tokens,
+        extends=plan.extends,
     )
     bodies = [_load_on(rank, load, replace(request, after=load.device[rank.index])) for rank in engine.ranks]
-    return await engine.carry_out(load, bodies, plan.cancel_after_s)
+    giving = asyncio.create_task(_give_blocks(load)) if plan.extends else None
+    endings = await engine.carry_out(load, bodies, plan.cancel_after_s)
+    if giving is not None:
+        await giving
+    return endings
+
+
+async def _give_blocks(load: SimLoad) -> None:
+    """Take blocks for the tokens that are computed, and give them to the load. Cancel the load if none are left."""
+    engine, tokens = load.engine, load.cached_tokens
+    simulation, counts = engine.simulation, engine.counts_needed(load.offer.tokens, load.cached_tokens)
+    await simulation.pass_time(simulation.rng.expovariate(1 / _GIVE_AFTER_S))
+    while load.handles and [len(table) for table in load.tables] != counts:
+        computed = await load.handles[0].computed(tokens)
+        if computed is None:
+            return
+        tokens = computed
+        await simulation.pass_time(simulation.rng.expovariate(1 / _GIVE_AFTER_S))
+        if all(handle.done for handle in load.handles):
+            return
+        more = engine.take_counts(
+            [
+                max(min(-(-tokens // facts.block_size) - -(-load.offer.tokens // facts.block_size) + count, count), 0)
+                - len(table)
+                for facts, count, table in zip(engine.facts, counts, load.tables, strict=True)
+            ]
+        )
+        if more is None:
+            simulation.count("load: given back")
+            load.cancelled = load.given_back = True
+            for handle in load.handles:
+                handle.cancel()
+            return
+        for table, added in zip(load.tables, more, strict=True):
+            table.extend(added)
+        engine.own(load)
+        device = engine.overwrite_later([block for added in more for block in added])
+        load.device += device
+        simulation.count("load: extended")
+        for handle, after in zip(load.handles, device, strict=True):
+            handle.extend(given_block_ids(more), after)
 
 
 def _tickets(ticket: Ticket, plan: LoadPlan) -> Any:
@@ -132,10 +184,14 @@ async def _load_on(rank: SimRank, load: SimLoad, request: LoadRequest) -> Ending
     mine = RankLoad(load)
     LOAD.set(mine)
     try:
-        if load.offer.number % _MISPLACED_EVERY == 0 and rank is engine.ranks[0] and load.tables[0]:
+        if request.extends:
+            load.handles.append(rank.runtime.start_load(request))
+        elif load.offer.number % _MISPLACED_EVERY == 0 and rank is engine.ranks[0] and load.tables[0]:
             await _misplaced(rank, load, request)
         with engine.bounded(request.request_id, engine.load_bound_s(request.deadline_s)):
-            if load.offer.number % _FOLLOWED_EVERY:
+            if request.extends:
+                report = await _follow(rank, mine, load, load.handles[rank.index])
+            elif load.offer.number % _FOLLOWED_EVERY:
                 report = await rank.runtime.load_blocks(request)
             else:
                 report = await _follow(rank, mine, load, rank.runtime.start_load(request))
@@ -200,7 +256,9 @@ async def _follow(rank: SimRank, mine: RankLoad, load: SimLoad, handle: Handle) 
                 engine.fail("I4", f"{handle}: {progress} after {tokens} tokens")
             tokens = progress.tokens
             engine.simulation.count("load: progress")
-            wrong = rank.cache.wrong_token(load.offer.number, load.offer.tokens, load.tables, tokens)
+            counts = engine.counts_needed(load.offer.tokens, load.cached_tokens)
+            tables = [table + [0] * (count - len(table)) for table, count in zip(load.tables, counts, strict=True)]
+            wrong = rank.cache.wrong_token(load.offer.number, load.offer.tokens, tables, tokens)
             if wrong and not mine.flipped:
                 engine.fail("I2", f"{handle}: {progress}, but {wrong}")
         return await handle

@@ -13,7 +13,7 @@ from budgets import budget
 
 from tests.simulator import describe, simulate
 from tests.simulator.actions import DELIVERIES, FAULTS
-from tests.simulator.settings import retrains
+from tests.simulator.settings import extends, retrains
 from tests.simulator.sharing import STRIKES
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +21,9 @@ SEEDS_PER_TEST = budget(48, 192)
 SEEDS = budget(48, 192)
 SEEDS_TWICE = budget(2, 8)
 RETRAINED_SEEDS = budget(32, 96)
+EXTENDED_SEEDS = budget(32, 96)
 _RETRAINED_SEED = 6 * 96
+_EXTENDED_SEED = 3 * 21 * 32
 
 PRINT_DIGESTS = f"""
 from tests.simulator import simulate
@@ -54,6 +56,20 @@ def test_nothing_of_other_weights_is_used() -> None:
     assert counts["fault: retrain"] > RETRAINED_SEEDS, counts
     assert counts["load: WeightsMismatch"] > RETRAINED_SEEDS, counts
     assert counts["load: ok"] > 4 * RETRAINED_SEEDS, counts
+
+
+@pytest.mark.budget
+def test_loads_get_blocks_while_they_run() -> None:
+    """Each engine has too few blocks at times: it cancels a load that has some of its blocks, and begins it again."""
+    counts: Counter[str] = Counter()
+    for seed in range(_EXTENDED_SEED, _EXTENDED_SEED + EXTENDED_SEEDS):
+        assert extends(seed)
+        result = simulate(seed)
+        assert result.violation is None, describe(result)
+        counts += result.counts
+    assert counts["load: extended"] > 4 * EXTENDED_SEEDS, counts
+    assert counts["load: given back"] > 0, counts
+    assert counts["load: ok"] > 4 * EXTENDED_SEEDS, counts
 
 
 def every_kind() -> set[str]:

@@ -120,6 +120,10 @@ class LoadPlan:
     deadline_s: float | None = None
     cancel_after_s: float | None = None
     use_s: float = 0.0
+    extends: bool = False
+    """True if the load gets its blocks while it runs."""
+    tries: int = 3
+    """Number of times that the load is begun at most, if the engine runs out of blocks for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -138,6 +142,10 @@ class SimLoad:
     """Device work of the blocks' former owner that may still write to them, by rank."""
     others: Sequence[SimOffer] = ()
     """Offers of the same prompt by other engines."""
+    handles: list[Load] = field(default_factory=list)
+    """The load on each rank, if it gets its blocks while it runs."""
+    given_back: bool = False
+    """True if the engine has cancelled the load, because it ran out of blocks for it."""
 
     @property
     def block_ids(self) -> list[int]:

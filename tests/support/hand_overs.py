@@ -24,6 +24,7 @@ from kvflow import (
     Config,
     Lease,
     LeaseOutcome,
+    Load,
     LoadReport,
     LoadRequest,
     Runtime,
@@ -202,17 +203,27 @@ Compute = Callable[[list[_Rank], list[Lease]], Awaitable[None]]
 """A function that computes the prompt of open leases. When it returns, their blocks hold the whole prompt."""
 
 
+Give = Callable[[list[Load]], Awaitable[None]]
+"""A function that gives loads their local blocks, after they were started without any."""
+
+
 async def run(
-    case: HandOver, world: World | None = None, compute: Compute | None = None, *, extends: bool = False
+    case: HandOver,
+    world: World | None = None,
+    compute: Compute | None = None,
+    *,
+    extends: bool = False,
+    give: Give | None = None,
 ) -> None:
     """Run a hand-over and check it. AssertionError names the first fault.
 
     `world` is the world of all runtimes; None for the real one, with NIXL. With `compute`, leases are opened and loads
-    are started before any token is computed. With `extends`, leases start without blocks and are extended later.
+    are started before any token is computed. With `extends`, leases start without blocks and are extended later; with
+    `give`, loads are.
     """
     async with both(case, world) as (producers, consumers):
         leases = serve(case, producers, None if compute is None else 0, extends=extends)
-        reports = await _load(case, producers, consumers, leases, compute)
+        reports = await _load(case, producers, consumers, leases, compute, give)
         await _all_read(leases)
         _check_books(producers, consumers, reports)
         names = [f"{rank}{rank.runtime.address}" for rank in producers]
@@ -387,7 +398,12 @@ def free_ports(count: int) -> int:
 
 
 async def _load(
-    case: HandOver, producers: list[_Rank], consumers: list[_Rank], leases: list[Lease], compute: Compute | None
+    case: HandOver,
+    producers: list[_Rank],
+    consumers: list[_Rank],
+    leases: list[Lease],
+    compute: Compute | None,
+    give: Give | None = None,
 ) -> list[LoadReport]:
     """Run the loads of all consumer ranks, and return their reports in the order of the ranks."""
     verify = case.verified or None
@@ -400,10 +416,15 @@ async def _load(
         cached_tokens=case.cached_tokens,
         num_tokens=leases[0].ticket.offered_tokens if windowed else None,
     )
-    if case.arrival is Arrival.TOGETHER:
+    if give is not None:
+        request = replace(request, block_ids=case.request_ids(1, [slice(0)] * len(case.parts)), extends=True)
+    if case.arrival is Arrival.TOGETHER or give is not None:
         loads = [rank.runtime.start_load(request) for rank in consumers]
+        giving = None if give is None else asyncio.ensure_future(give(loads))
         if compute is not None:
             await compute(producers, leases)
+        if giving is not None:
+            await giving
         await asyncio.gather(*loads, return_exceptions=True)
         return [await load for load in loads]
     step = -1 if case.arrival is Arrival.REVERSED else 1

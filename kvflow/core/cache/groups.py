@@ -112,13 +112,13 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def tokens_held(groups: Sequence[GroupFacts], known: Sequence[int], counts: Sequence[int], num_tokens: int) -> int:
     """Return how far the blocks of every group reach, in tokens from the prompt's start: the minimum over the groups.
 
-    Group i has only the first `known[i]` of its `counts[i]` blocks. `counts`: number of blocks of each group once all
-    `num_tokens` tokens of the prompt are computed.
+    Group i has only the first `known[i]` of its `counts[i]` blocks. `counts`: number of blocks of each group in the
+    end; the last of them holds the last of `num_tokens` tokens.
     """
     tokens = num_tokens
     for group, have, count in zip(groups, known, counts, strict=True):
         if have < count:
-            first = 0 if group.whole else -(-num_tokens // group.block_size) - count
+            first = -(-num_tokens // group.block_size) - count
             tokens = min(tokens, (first + have) * group.block_size)
     return tokens
 

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol, TypeAlias
 
+import numpy as np
+
 from kvflow import checks
 from kvflow.checks import counted
 from kvflow.core.plan.descriptors import BlockIds, Descriptors, Piece
@@ -182,6 +184,19 @@ class Flight:
     def reads_blocks(self) -> bool:
         """True while a copy, or a read of more than a seal, is under way."""
         return self._under_way > sum(source.proof.fetch_under_way for source in self._sources)
+
+    @property
+    def takes_blocks(self) -> bool:
+        """True until the flight has ended, or is about to end."""
+        return self.state is TransferState.PENDING or self.state is TransferState.READING
+
+    def add_blocks(self, ids: BlockIds) -> None:
+        """Claim more local blocks for a flight that `takes_blocks`: `ids` are their numbers in the block ledger.
+
+        BlocksBusy if one is in use, LayoutError if a tensor of the cache has moved; then nothing has changed.
+        """
+        self._resources.ledger.begin_load(ids)
+        self._ids = np.concatenate((self._ids, ids))
 
     def seal_piece(self, source: Source) -> Piece:
         """Return where to read the seal of `source`: (address of the local slot, address at the producer, size)."""

@@ -29,7 +29,15 @@ from kvflow.core.protocol import codec, messages, notifications
 from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.notifications import ReadDone, Renew, join_read_done, leases_max
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import KVFlowError, Overloaded, PeerError, PeerUnreachable, RuntimeUnavailable
+from kvflow.errors import (
+    CacheUnregistered,
+    KVFlowError,
+    Overloaded,
+    PeerError,
+    PeerUnreachable,
+    RuntimeUnavailable,
+    UsageError,
+)
 from kvflow.logs import logger_of
 from kvflow.runtime.clock import Alarm
 from kvflow.runtime.optional import OptionalParts, PendingTickets
@@ -52,6 +60,38 @@ class _RenewedLease:
     source: Source
     pause_s: float
     due_s: float
+
+
+class KeptLeases:
+    """The leases of a ticket, while `Runtime.keep_leases` renews them."""
+
+    def __init__(self) -> None:
+        self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def opened(self) -> None:
+        """Wait until the producer has opened the leases: of a pending ticket, until the prompt is offered.
+
+        An engine can wait with this before it takes blocks for the request. Cancelling stops only the waiting.
+
+        Raises:
+            LoadError: no lease will be opened (PrefillFailed), or it has ended (LeaseExpired).
+            PeerError: the producer cannot be asked.
+            RequestError: the ticket or the offer is impossible.
+            CacheUnregistered: the registration of the cache has ended before.
+            UsageError: the `with` body of `keep_leases` has ended before.
+        """
+        await asyncio.shield(self._opened)
+
+    def note_opened(self) -> None:
+        """Only for `RemoteLeases`: end the wait of `opened`. No effect if it has ended."""
+        if not self._opened.done():
+            self._opened.set_result(None)
+
+    def fail(self, error: KVFlowError) -> None:
+        """Only for `RemoteLeases`: make `opened` raise `error`. No effect if the wait has ended."""
+        if not self._opened.done():
+            self._opened.set_exception(error)
+            self._opened.exception()  # mark it as retrieved: most callers only load
 
 
 class LeaseIdNotifier:
@@ -154,22 +194,26 @@ class RemoteLeases:
             kept.source.peer.leases_kept -= 1
 
     @contextmanager
-    def renewing(self, ticket: Ticket) -> Iterator[None]:
+    def renewing(self, ticket: Ticket) -> Iterator[KeptLeases]:
         """Renew the leases of a checked ticket until the `with` block ends, for a request that waits for its load.
 
         A task also connects the ticket's ranks. If a lease cannot be renewed, nothing is raised here, but the request's
         load will fail. RuntimeClosed if the runtime is closed.
         """
+        kept, owner = KeptLeases(), object()
         if ticket.offers_nothing:
-            yield  # an empty offer: its leases have ended already
+            kept.note_opened()
+            yield kept  # an empty offer: its leases have ended already
             return
-        owner = object()
-        task = self._spawn(self._renew_until_cancelled(owner, ticket), name=f"kvflow-keep {ticket.request_id}")
+        task = self._spawn(self._renew_until_cancelled(owner, ticket, kept), name=f"kvflow-keep {ticket.request_id}")
+        over = CacheUnregistered(f"request {ticket.request_id!r}: its leases were not open before the cache's end")
+        task.add_done_callback(lambda _: kept.fail(over))
         try:
-            yield
+            yield kept
         finally:
             task.cancel()
             self.stop_renewing(owner)
+            kept.fail(UsageError(f"request {ticket.request_id!r}: keep_leases: its `with` body has ended"))
 
     def notify_finished(self, sources: Sequence[Source]) -> None:
         """Notify the producer rank of each source that this reader no longer needs the source's lease, read or not."""
@@ -283,8 +327,8 @@ class RemoteLeases:
         self._closed = True
         self._alarm.set(math.inf)
 
-    async def _renew_until_cancelled(self, owner: object, ticket: Ticket) -> None:
-        """Look up the leases of a ticket, and renew them until the task is cancelled.
+    async def _renew_until_cancelled(self, owner: object, ticket: Ticket, kept: KeptLeases) -> None:
+        """Look up the leases of a ticket, and renew them until the task is cancelled. Tell `kept` once they are open.
 
         Task `kvflow-keep <request>`: begun by `keep_leases`, and by pulls and loads of several tickets for the tickets
         that they may read next. It ends when these no longer need the leases.
@@ -296,10 +340,16 @@ class RemoteLeases:
                     ticket = await self._pending_tickets(ticket).await_offers(
                         ticket, lambda source, ttl_s: self.start_renewing(owner, ttl_s, source)
                     )
+                    kept.note_opened()
                 await self._resolver.resolve(ticket, partial(self.start_renewing, owner, ticket.ttl_s))
+            kept.note_opened()
             await asyncio.get_running_loop().create_future()
         except (KVFlowError, TimeoutError) as error:
             what = f"request {ticket.request_id} from {ticket.engine_id}: its leases could not be kept"
+            late = PeerUnreachable(
+                f"{what}: not found within {bound_s} s", peer=ticket.address, engine_id=ticket.engine_id
+            )
+            kept.fail(error if isinstance(error, KVFlowError) else late)
             logger.info("%s: %s", what, error or f"not found within {bound_s} s")
         finally:
             self.stop_renewing(owner)  # once more: a lease may be found while the task ends

@@ -12,10 +12,11 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from kvflow import checks
-from kvflow.core.plan.descriptors import BlockIds
+from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds
+from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.policy.history import History
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import KVFlowError, LoadError, UsageError, without_secrets
+from kvflow.errors import KVFlowError, LoadError, RequestError, UsageError, without_secrets
 from kvflow.runtime.clock import Clock, SystemClock
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.requests import EVERY_PHASE, PHASES, LoadReport, LoadRequest, Progress, Verification
@@ -49,6 +50,18 @@ class LeaseNews(Protocol):
 
     async def payload(self) -> bytes | None:
         """Wait for the promised payload, empty if none is promised; None if a lease has ended without it."""
+
+    def close(self) -> None: ...
+
+
+class LateBlocks(Protocol):
+    """The local blocks of a load that gets them while it runs (`LoadRequest.extends`), until `close`."""
+
+    @property
+    def lacking(self) -> bool:
+        """True while tokens are computed for which the load has no block yet."""
+
+    def extend(self, block_ids: object, after: object) -> None: ...
 
     def close(self) -> None: ...
 
@@ -101,6 +114,9 @@ class Load:
         self.progress_wanted = False
         self.progress: Progress | None = None
         """Latest progress while the load is under way; None until the first tokens have landed."""
+        self.computed_tokens = 0
+        """Number of the prompt's first tokens that can be read now, as far as a load with `LoadRequest.extends` knows;
+        0 for other loads."""
         self._task: asyncio.Future[LoadReport] | None = None
         self._outcome: LoadReport | BaseException | None = None
         self._progress_event: asyncio.Event | None = None
@@ -139,6 +155,8 @@ class Load:
         self.flight: Flight | None = None
         self.lease_questions: LeaseNews | None = None
         """What the load hears about its leases that are not complete; None if all are."""
+        self.late_blocks: LateBlocks | None = None
+        """The local blocks that the load gets while it runs; None if it has all from the start."""
         self.landed: History | None = None
         """The number of landed tokens over time; None unless the load reads leases that are not complete."""
         self.verification = Verification.OFF
@@ -169,7 +187,12 @@ class Load:
     @property
     def block_tables(self) -> tuple[tuple[int, ...], ...]:
         """Local blocks that the load fills, by group."""
-        return tuple(tuple(ids.tolist()) for ids in self.tables)
+        return tuple(tuple(ids[ids >= 0].tolist()) for ids in self.tables)
+
+    @property
+    def has_handle(self) -> bool:
+        """True if `start_load` has returned this load, False if `load_blocks` performs it."""
+        return self._task is not None
 
     @property
     def done(self) -> bool:
@@ -232,10 +255,64 @@ class Load:
         while self.progress is None or self.progress.tokens <= tokens:
             if self.done:
                 return None
-            if self._progress_event is None:
-                self._progress_event = asyncio.Event()
-            await self._progress_event.wait()
+            await self._changed()
         return self.progress
+
+    def extend(self, block_ids: GivenBlockIds, after: DeviceEvent | None = None) -> None:
+        """Add the next local blocks, in prompt order, to a load that was started with `LoadRequest.extends`.
+
+        In the end each group must have the blocks of all offered tokens from `cached_tokens` on; a sliding-window group
+        only the blocks of the window at the end. The load reads the tokens that are computed and have blocks, and waits
+        for the other blocks within its deadline. Like its first blocks, they are the load's until it has ended and
+        `settled()` has returned. No effect on a load that has ended: it never writes to blocks that come too late.
+
+        Args:
+            block_ids: the added blocks only, in the form of `LoadRequest.block_ids`.
+            after: as `LoadRequest.after`, for these blocks. The blocks of a later call wait for it, too.
+
+        Raises:
+            RequestError: the block ids are wrong, the load's already, or more than the offered tokens need; `after` is
+                no event; or the load was started without `extends`. The load is unchanged.
+            BlocksBusy: one of the blocks is leased or being loaded. The load is unchanged. Of blocks that came before
+                the load reads, the load itself raises it.
+            LayoutError: a tensor of the cache has moved since the cache was registered.
+            UsageError: not called on the runtime's event loop.
+        """
+        if self.done and self.late_blocks is None:
+            return  # it may be one that was refused
+        if self._task is not None:
+            require_loop(self._task.get_loop(), f"request {self.request_id!r}: extend()")
+        if self.late_blocks is None:
+            raise RequestError(f"request {self.request_id!r}: extend(): its LoadRequest has no extends=True")
+        self.late_blocks.extend(block_ids, after)
+
+    async def computed(self, tokens: int) -> int | None:
+        """Wait until a load with `LoadRequest.extends` could read more than `tokens` tokens of the prompt.
+
+        An engine can then take blocks for these from its pool, and call `extend`. Cancelling stops only the waiting.
+
+        Args:
+            tokens: number of computed tokens that the caller knows of; 0 for none.
+
+        Returns:
+            Number of the prompt's first tokens that the producer has computed, counted with the cached ones. None if
+            the load has ended.
+
+        Raises:
+            UsageError: called off the runtime's loop.
+        """
+        if self._task is not None:
+            require_loop(self._task.get_loop(), f"request {self.request_id!r}: its computed tokens")
+        while not self.done:
+            if self.computed_tokens > tokens:
+                return self.computed_tokens
+            await self._changed()
+        return None
+
+    def note_computed(self, tokens: int) -> None:
+        """Only for `kvflow.growing`: record that the prompt's first `tokens` tokens can be read, and wake waiters."""
+        self.computed_tokens = tokens
+        self._wake()
 
     def note_progress(self, tokens: int, tokens_in_all: int) -> None:
         """Only for `kvflow.growing`: record that more tokens have landed, and wake tasks that wait for progress.
@@ -246,6 +323,12 @@ class Load:
         if self.attempts is None:  # else another producer may write there again
             self.progress = Progress(tokens, tokens_in_all)
             self._wake()
+
+    async def _changed(self) -> None:
+        """Wait until there is progress, more tokens are computed, or the load has ended."""
+        if self._progress_event is None:
+            self._progress_event = asyncio.Event()
+        await self._progress_event.wait()
 
     def _wake(self) -> None:
         if self._progress_event is not None:

@@ -119,6 +119,7 @@ class Loader:
         return LoadingStatistics(
             open_loads=len(self._loads),
             waiting_loads=self._resources.seal_slots.waiting,
+            loads_lacking_blocks=sum(load.late_blocks is not None and load.late_blocks.lacking for load in self._loads),
             waiting_reads=queue.waiting,
             in_flight=InFlight(*queue.used),
             peers={
@@ -233,9 +234,12 @@ class Loader:
             if plain.verify and (problem := self._optional.verify(f"{what}: verify").problem):
                 raise RequestError(f"{what}: verify: {problem}")
             tables, entries = self._resources.ledger.find_entries(plain.block_ids, f"{what}: block_ids")
+            load = self.load_type(plain, tickets[0], tables, entries, self._clock, begun_s)
+            if plain.extends:
+                perform = self._optional.growing(f"{what}: extends").add_late_blocks(load, tickets)
             if plain.prompt is not None or plain.num_tokens is not None:
                 for one in tickets:
-                    check_against_ticket(self._local.groups, plain, one, tables)
+                    check_against_ticket(self._local.groups, plain, one, load.tables)
             # Connectors compare prompts in their schedulers: their requests have `num_tokens`.
             if plain.num_tokens is None and (plain.prompt is None) is (tickets[0].prompt_digest != ""):
                 self._note_one_sided_prompt(plain, tickets[0])
@@ -243,7 +247,6 @@ class Loader:
             self.refuse(request, error)
             raise
         deadline_s = config.load_deadline_s if plain.deadline_s is None else plain.deadline_s
-        load = self.load_type(plain, tickets[0], tables, entries, self._clock, begun_s)
         load.weights = self._weights.version
         if deadline_s <= 0:
             load.stall_text = f": its deadline_s was {deadline_s:g} when it was requested"
@@ -413,6 +416,8 @@ class Loader:
         load.set_outcome(result)
         if load.lease_questions is not None:
             load.lease_questions.close()
+        if load.late_blocks is not None:
+            load.late_blocks.close()
         if counted != "succeeded" and load.flight is not None and not load.flight.safe:
             self._quarantined[load.flight], load.flight.on_safe = load, self._quarantine_ended
         self._loads.pop(load, None)

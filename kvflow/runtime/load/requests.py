@@ -81,6 +81,9 @@ class LoadRequest:
     cached_tokens: Count = 0
     """Number of the prompt's first tokens that are in the local cache already, in full blocks, which `block_ids` leave
     out. A group with larger blocks begins with the block that holds token `cached_tokens`."""
+    extends: bool = False
+    """True: `block_ids` are only the first of the local blocks, or none, and `Load.extend` adds the others while the
+    load runs. For `start_load` with one ticket of an engine that runs kvflow."""
 
 
 def _checked_again(value: object, what: str) -> object:
@@ -182,6 +185,9 @@ class LoadingStatistics:
     waiting_loads: int
     """Open loads that wait for other loads to end, because all loads together may read from at most
     Limits.source_ranks_max ranks. A rank counts once for each load."""
+    loads_lacking_blocks: int
+    """Open loads with `LoadRequest.extends` that wait for `Load.extend`: more tokens are computed than they have blocks
+    for."""
     waiting_reads: int
     """Reads that wait for a permit, because of the limits of Config (`in_flight_bytes_max` and others)."""
     in_flight: InFlight

@@ -75,7 +75,7 @@ class LoadSteps:
         If this raises, all posted reads of the load have stopped, or its blocks are quarantined.
         """
         ticket, request, grace_s = load.ticket, load.request, self._config.cancel_grace_s
-        if not len(load.entries) or not (ticket.block_ids or ticket.has_blocks):
+        if not any(map(len, load.tables)) or not (ticket.block_ids or ticket.has_blocks):
             return await self._perform_empty(load)
         # Each lease is renewed as soon as its rank is known: the load may wait long for another rank, or for permits.
         keep = partial(self._leases.start_renewing, load, ticket.ttl_s)
@@ -146,6 +146,8 @@ class LoadSteps:
         limits, pairs = self._config.limits, connection.region_map
         if pairs is None or count > FEW_BLOCKS or source.proof.grows or ticket.extends or lease.payload:
             return None
+        if load.request.extends:
+            return None
         if (
             count * pairs.chunk_size_bytes > limits.slice_bytes_max
             or count * pairs.pieces > limits.slice_descriptors_max
@@ -201,7 +203,7 @@ class LoadSteps:
             return flight.read_all(
                 (Read(source, read_few(source.connection.region_map, plan.block_pairs, seal), seal is not None),)
             )
-        grows = payload = False
+        grows, payload = load.request.extends, False
         for source in sources:
             grows, payload = grows or source.proof.grows, payload or source.lease.payload
         if payload or ticket.extends:
