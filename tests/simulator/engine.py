@@ -28,6 +28,7 @@ from kvflow.testing.accounting import assert_closed
 from kvflow.testing.simulated_network import SimHost
 from kvflow.testing.simulated_world import make_world
 from kvflow.testing.virtual_loop import SimProcess
+from tests.simulator import handing_on
 from tests.simulator.cache import RankCache
 from tests.simulator.checks import demand
 from tests.simulator.clock import SkewedClock
@@ -189,6 +190,7 @@ class SimEngine:
         self.prefix_cache = SimPrefixCache(self)
         if self.simulation.settings.model.shares:
             self.prefix_cache.share()
+            handing_on.accept(self)
 
     async def _unregister(self) -> bool:
         """Unregister each rank's cache, then overwrite its memory. Return True if that was safe on all ranks."""
@@ -321,6 +323,8 @@ class SimEngine:
         self.running = False
         self.asleep = False
         """True while the cache is unregistered and its memory has another owner."""
+        self.hands_on = False
+        """True once this life has handed its prefixes on."""
         self.naps = 0
         self.ranks = []
         self.offers = {}
