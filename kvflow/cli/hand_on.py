@@ -120,7 +120,9 @@ def _answer_in(answer: Any, what: str, server: str) -> Any:
     try:
         return answer["kv_transfer_params"]["kvflow"][what]
     except (KeyError, TypeError) as error:
-        raise HandOnError(f"{server}: its answer has no kvflow.{what}: is KVFlowConnector its KV connector?") from error
+        setting = ", with recent_tokens_max" if what == "recent" else ""
+        hint = f"is KVFlowConnector its KV connector{setting}?"
+        raise HandOnError(f"{server}: its answer has no kvflow.{what}: {hint}") from error
 
 
 def checked_url(given: str, what: str) -> str:

@@ -166,6 +166,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     """In the scheduler: False if other engines wait for this engine's steps, as data-parallel engines do."""
     _prefixes: RequestPrefixes | None = None
     """In the scheduler: shares and loads prefixes of prompts; None if the configuration asks for neither."""
+    _recent: RecentPrompts | None = None
+    """In the scheduler: the prompts answered last; None unless the configuration asks to remember them."""
     _shares_prefixes = False
     """In a worker: True if peers may read prefixes from this engine's cache."""
     _asks_for_engine = True
@@ -217,9 +219,10 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         self._warm = WarmRequests(
             block_tokens, pulls=pulls, on_end=lambda outcome: self._stats.data["warms"].append(str(outcome))
         )
-        cache_bytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
-        token_bytes = cache_bytes // (kv_cache_config.num_blocks * block_tokens)
-        self._recent = RecentPrompts(extra.recent_tokens_max, block_tokens, token_bytes)
+        if extra.recent_tokens_max:
+            cache_bytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
+            token_bytes = cache_bytes // (kv_cache_config.num_blocks * block_tokens)
+            self._recent = RecentPrompts(extra.recent_tokens_max, block_tokens, token_bytes)
         self._scheduler = ConnectorScheduler(
             self._scheduling,
             new_secret=lambda: secrets.token_hex(16),
@@ -305,7 +308,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         if self._prefixes is not None:
             self._prefixes.add(request, hinted)
         self._warm.add(request)
-        self._recent.add(request)
+        if self._recent is not None:
+            self._recent.add(request)
         offered = self._scheduling.offers(request.kv_transfer_params or {})
         if offered and self._scheduling.leaves_last_token and not self._leave_out_last_token(request):
             logger.info("request %s: its prompt is not offered: its last token cannot be left out", request.request_id)
@@ -440,7 +444,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._prefixes.finish(request, tables)
         completed = request.status in _COMPLETED
         hold, params = self._scheduler.request_finished(request.request_id, completed=completed, block_ids=tables)
-        recent = self._recent.finish(request, self._address)
+        recent = None if self._recent is None else self._recent.finish(request, self._address)
         return hold, self._warm.finish(request.request_id) or recent or params
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
@@ -456,7 +460,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         vLLM also calls this before its workers sleep.
         """
         self._scheduler.withdraw_all()
-        self._recent.forget_all()
+        if self._recent is not None:
+            self._recent.forget_all()
         return True
 
     def note_new_weights(self, version: str) -> None:
@@ -465,7 +470,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.set_weights(version)
             return
         self._scheduler.set_weights(version)
-        self._recent.forget_all()
+        if self._recent is not None:
+            self._recent.forget_all()
         if self._prefixes is not None:
             self._prefixes.withdraw_all()
 

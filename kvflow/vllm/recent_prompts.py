@@ -35,7 +35,7 @@ class _Answered:
 
 
 class RecentPrompts:
-    """The most recently answered prompts in vLLM's scheduler, up to `tokens_max` tokens in all; 0: none."""
+    """The most recently answered prompts in vLLM's scheduler, up to `tokens_max` tokens in all."""
 
     def __init__(self, tokens_max: int, block_tokens: int, token_bytes: int) -> None:
         """`token_bytes`: size of a token in the cache of one rank, for the answer."""
@@ -55,8 +55,6 @@ class RecentPrompts:
             return
         request.max_tokens = 1
         try:
-            if not self._tokens_max:
-                raise RequestError("this server remembers no prompts: set recent_tokens_max")
             most: int = checks.checked(extra["recent"], "kv_transfer_params: kvflow.recent", Size)
             self._asking[request.request_id] = most
         except RequestError as error:
@@ -70,8 +68,7 @@ class RecentPrompts:
         """
         asked = self._asking.pop(request.request_id, None)
         if asked is None:
-            if self._tokens_max:
-                self._remember(request)
+            self._remember(request)
             return None
         if isinstance(asked, str):
             return {"kvflow": {"recent": {"reason": asked}}}

@@ -104,7 +104,7 @@ def test_a_server_that_cannot_do_its_part_is_named() -> None:
         servers.hand_on()
     with pytest.raises(HandOnError, match=f"{OLD}: /v1/models names no model"):
         hand_on(OLD, NEW, bytes_max=None, within_s=60.0, send=lambda *_: {})
-    with pytest.raises(HandOnError, match=r"is KVFlowConnector its KV connector\?"):
+    with pytest.raises(HandOnError, match=r"is KVFlowConnector its KV connector, with recent_tokens_max\?"):
         hand_on(OLD, NEW, bytes_max=None, within_s=60.0, send=lambda *_: {"data": [{"id": "m"}]})
 
 

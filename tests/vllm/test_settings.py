@@ -49,7 +49,6 @@ from kvflow.vllm.connector import KVFlowConnector, KVFlowIntroduction, KVFlowMet
 from kvflow.vllm.extra_config import config_of, extra_of, scheduling_of, warn_of_side_channel
 from kvflow.vllm.kv_cache_layout import Group, groups_of
 from kvflow.vllm.prefix import RequestPrefixes
-from kvflow.vllm.recent_prompts import RecentPrompts
 from kvflow.vllm.vllm_metrics import KVFlowStats
 from kvflow.vllm.warming import WarmRequests
 from tests.support.tests_support import any_ticket
@@ -324,7 +323,6 @@ def test_the_last_token_is_left_only_by_who_offers(role: str, params: dict[str, 
     connector._scheduler = ConnectorScheduler(connector._scheduling, new_secret=lambda: "secret")
     connector._stats = KVFlowStats()
     connector._warm = WarmRequests(16, pulls=False, on_end=lambda _: None)
-    connector._recent = RecentPrompts(0, 16, 0)
     prompt = [5, 6, 7]
     request: Any = SimpleNamespace(
         request_id="r",
