@@ -465,6 +465,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {"introduction": TICKET, "request_id": "other", "ttl_s": 2.0, "traceparent": TRACEPARENT},
     ),
     "Ticket.without_leases": (TICKET.without_leases, {**OTHER, "prompt_digest": ""}),
+    "Prefixes": (Prefixes, {"follow_successors": False}),
     "Storage": (Storage, {"folder": "blocks", "bytes_max": 1 << 20, "files": None}),
     "blocking.Runtime": (blocking.Runtime, {**ENGINE, "observers": (), "call_timeout_s": 1.0}),
     "layout_for_backend": (

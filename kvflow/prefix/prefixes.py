@@ -9,7 +9,7 @@ from kvflow import checks
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import PeerAddress, side_channel_address
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import RequestError, UsageError
+from kvflow.errors import ConfigError, RequestError, UsageError
 from kvflow.prefix.hand_on_request import HandedOnKeysRequest, HandOnRequest
 from kvflow.prefix.handing_on import HandingOn, HandOnReport, TakePrefix, TakingOver
 from kvflow.prefix.load_rates import LoadRates
@@ -43,12 +43,15 @@ class Prefixes(Part):
     Args:
         follow_successors: also ask the engines that take the place of peers that are gone, as the goodbyes of these
             peers have said (`Runtime.drain`). Without CURVE a goodbye can be forged, so that another engine is asked.
+
+    Raises:
+        ConfigError: `follow_successors` is no bool.
     """
 
     name = "prefix"
 
     def __init__(self, *, follow_successors: bool = False) -> None:
-        self._follow_successors = checks.checked(follow_successors, "Prefixes: follow_successors", bool)
+        self._follow_successors = checks.checked(follow_successors, "follow_successors", bool, ConfigError)
         self.answers = {
             SeekRequest: self._answer,
             HandOnRequest: self._answer_hand_on,

@@ -39,7 +39,7 @@ class Talks:
         before, new = computed(server), 0
         for at, prompt in enumerate(self.prompts):
             new += len(prompt) - self.kept[at]
-            answer = server.ids(prompt, _ANSWER, ignore_eos=True)
+            answer = server.ids(prompt, _ANSWER)
             self.kept[at] = (len(prompt) + len(answer) - 1) // BLOCK_SIZE * BLOCK_SIZE
             self.prompts[at] = [*prompt, *answer, *prompt_of(_NEW, len(prompt))]
         return int(computed(server) - before) - _COUNTED - new
