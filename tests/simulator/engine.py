@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from kvflow.core.protocol.addresses import PeerAddress
+from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import (
     KVFlowError,
     LoadError,
@@ -106,7 +107,8 @@ class SimEngine:
         world = make_world(lambda: self._network, lambda _: self.host, lambda: clock)
         for index, cache in enumerate(self._caches):
             cache.poison(self.simulation.next_poison(), None)
-            config, prefixes = self.simulation.settings.config(self.shape, self._address, index), Prefixes()
+            config = self.simulation.settings.config(self.shape, self._address, index)
+            prefixes = Prefixes(follow_successors=True)
             runtime = Runtime(config, world=world, parts=[] if self.shape.sharded else [prefixes])
             await runtime.__aenter__()
             await runtime.register_kv_caches(cache.groups)
@@ -226,9 +228,10 @@ class SimEngine:
             rank.look_up()
         return True
 
-    async def drain(self, deadline_s: float) -> None:
-        """Drain all ranks, in a task of this life."""
-        await self._on_all_ranks("drain", self._drain_bound_s(deadline_s), lambda runtime: runtime.drain(deadline_s))
+    async def drain(self, deadline_s: float, successor: Ticket | None = None) -> None:
+        """Drain all ranks, in a task of this life. `successor`: a ticket of the engine that takes this one's place."""
+        bound_s = self._drain_bound_s(deadline_s)
+        await self._on_all_ranks("drain", bound_s, lambda runtime: runtime.drain(deadline_s, successor=successor))
 
     async def forget(self, other: SimEngine) -> None:
         """Forget a peer on all ranks, in a task of this life."""

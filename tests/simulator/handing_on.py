@@ -10,6 +10,7 @@ import random
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.errors import KVFlowError, RuntimeUnavailable
 from kvflow.prefix import HandedOnPrefix
 from tests.simulator import prefixes
@@ -61,13 +62,13 @@ async def _take(engine: SimEngine, offered: HandedOnPrefix) -> int | None:
     return min(counts)
 
 
-async def hand_on(engine: SimEngine) -> None:
-    """Hand the prefixes of a running engine on to another one, within a bound."""
+async def hand_on(engine: SimEngine) -> Ticket | None:
+    """Hand the prefixes of a running engine on to another one, within a bound. Return a ticket of that engine."""
     simulation = engine.simulation
     rng = random.Random(simulation.settings.seed * 1000 + simulation.handed_on)  # other draws stay as they were
     others = [other for other in simulation.engines if other is not engine]
     if not engine.running or engine.hands_on:
-        return
+        return None
     engine.hands_on = True
     successor, within_s = rng.choice(others), rng.choice(_WITHIN_S)
     offered = [prompt.keys(SPAN) for prompt in reversed(engine.prefix_cache.prompts)]
@@ -84,3 +85,6 @@ async def hand_on(engine: SimEngine) -> None:
     except KVFlowError as error:
         simulation.count("hand on: refused")
         engine.judge_refusal("hand_on", error)
+    if not successor.running:
+        return None
+    return merge_tickets([rank.runtime.introduce() for rank in successor.ranks])

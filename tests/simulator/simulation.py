@@ -329,9 +329,8 @@ class Simulation:
     async def reopen(self, engine: SimEngine, drain_s: float | None) -> None:
         """Close an engine and start its next process. If memory may still be written, the old process crashes."""
         if drain_s is not None:
-            if self.settings.model.shares:
-                await handing_on.hand_on(engine)
-            await engine.drain(drain_s)
+            successor = await handing_on.hand_on(engine) if self.settings.model.shares else None
+            await engine.drain(drain_s, successor)
         closed, life = await engine.close(), engine.life
 
         def end() -> None:
