@@ -6,12 +6,13 @@ The successor pulls each prefix like any other one, so all checks of pulls hold.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from functools import partial
 from typing import TYPE_CHECKING
 
 from kvflow.core.protocol.ticket import Ticket, merge_tickets
-from kvflow.errors import KVFlowError, RuntimeUnavailable
+from kvflow.errors import KVFlowError, RuntimeBroken, RuntimeUnavailable
 from kvflow.prefix import HandedOnPrefix
 from tests.simulator import prefixes
 from tests.simulator.prompts import SPAN
@@ -85,6 +86,7 @@ async def hand_on(engine: SimEngine) -> Ticket | None:
     except KVFlowError as error:
         simulation.count("hand on: refused")
         engine.judge_refusal("hand_on", error)
-    if not successor.running:
-        return None
-    return merge_tickets([rank.runtime.introduce() for rank in successor.ranks])
+    if successor.running:
+        with contextlib.suppress(RuntimeUnavailable, RuntimeBroken):
+            return merge_tickets([rank.runtime.introduce() for rank in successor.ranks])
+    return None
