@@ -360,7 +360,7 @@ def test_a_field_in_another_form_is_the_same(kind: type, name: str, sides: Sides
 
 MADE_BY_KVFLOW = {"Lease", "Load", "LoadReport", "RuntimeStatistics"}
 MADE_BY_KVFLOW |= {"Attempt", "PrefixAnswer", "PrefixOffer", "PrefixReport", "SharedPrefixes"}
-MADE_BY_KVFLOW |= {"PrefixStatistics", "SharingStatistics"}
+MADE_BY_KVFLOW |= {"PrefixStatistics", "SharingStatistics", "HandedOnPrefix", "HandOnReport"}
 MADE_BY_KVFLOW |= {"PinnedPrefix"}  # made by a prefix cache, whose mistakes are a miss: see test_prefix
 MADE_BY_KVFLOW |= {"LeaseRecord", "LoadRecord", "Rank", "SaveReport", "RestoreReport", "StoreStatistics"}
 RUN_CALLERS_CODE = {"blocking.Runtime.start": "work", "Storage": "files"}
@@ -424,12 +424,15 @@ INFER = {"order": "HND", "block_size": 4, "style": None, "layer_indices": None, 
 BACKEND = {"backend": "FLASH_ATTN", "block_size": 4, "engine_version": "0.11", "num_kv_heads": 2}
 AWAITED = Ticket.rendezvous(TICKET, "declined")
 REPORT = LoadReport(request_id="req", bytes=1, tokens=4, blocks=1, descriptors=1, sources=(), notified=True, seconds={})
+HANDED_ON = {"successor": "tcp://127.0.0.1:1", "prefixes": (), "key_tokens": 4, "bytes_max": 1, "within_s": 1.0}
 VERBS: dict[str, dict[str, Any]] = {
+    "accept": {"take": print, "predecessors": ()},
     "connect": {"peers": (), "within_s": 1.0},
     "decline": {"request_id": "declined", "reason": "", "at": AWAITED, "instead": AWAITED},
-    "drain": {"deadline_s": 1.0},
+    "drain": {"deadline_s": 1.0, "successor": None},
     "drop": {"keys": ["prompt"]},
     "forget_peer": {"engine_id": "e", "address": None},
+    "hand_on": HANDED_ON,
     "has": {"key": "prompt"},
     "keep_leases": {"ticket": TICKET},
     "learn": {"ticket": TICKET, "report": REPORT},
@@ -462,6 +465,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {"introduction": TICKET, "request_id": "other", "ttl_s": 2.0, "traceparent": TRACEPARENT},
     ),
     "Ticket.without_leases": (TICKET.without_leases, {**OTHER, "prompt_digest": ""}),
+    "Prefixes": (Prefixes, {"follow_successors": False}),
     "Storage": (Storage, {"folder": "blocks", "bytes_max": 1 << 20, "files": None}),
     "blocking.Runtime": (blocking.Runtime, {**ENGINE, "observers": (), "call_timeout_s": 1.0}),
     "layout_for_backend": (
@@ -530,7 +534,7 @@ def is_right(parameter: str, value: object) -> bool:
         a_key
         or a_header
         or (parameter.endswith("_s") and value == 1.5)
-        or (parameter == "copy_blocks" and value is int)
+        or (parameter in ("copy_blocks", "take") and value is int)
     )
 
 

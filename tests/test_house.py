@@ -101,7 +101,7 @@ PURE_HALVES = {
     "growing": ("decline_request",),
     "prefix": (
         *("keys", "kv_events/batches", "kv_events/prefix_map"),
-        *("load_rates", "prefix_cache", "seek_request", "testing"),
+        *("hand_on_request", "load_rates", "prefix_cache", "seek_request", "testing"),
     ),
     "stock": ("deadline", "engine_ranks", "metadata_conversion", "params", "texts", "versions", "wire"),
     "storage": ("entry", "index", "placing"),

@@ -243,11 +243,11 @@ class Runtime:
         bound_s = 2 * self.config.handshake_timeout_s + self._thread.call_timeout_s
         return self._thread.call(lambda rt: rt.forget_peer(engine_id, address), bound_s)
 
-    def drain(self, deadline_s: float | None = None) -> bool:
+    def drain(self, deadline_s: float | None = None, *, successor: Ticket | Mapping[str, Any] | None = None) -> bool:
         """Blocking form of `kvflow.Runtime.drain`: refuse new work, and wait until all leases and loads have ended."""
         wanted_s = self.config.drain_timeout_s if deadline_s is None else deadline_s
         bound_s = checks.seconds(wanted_s, "drain: deadline_s", error=UsageError) + self._closing_s
-        return self._thread.call(lambda rt: rt.drain(deadline_s), bound_s)
+        return self._thread.call(lambda rt: rt.drain(deadline_s, successor=successor), bound_s)
 
     def statistics(self) -> RuntimeStatistics:
         """Return the statistics of the `kvflow.Runtime`. May be called in every state, even before opening.

@@ -19,6 +19,7 @@ from kvflow.bench.child import BenchError
 from kvflow.bench.loads import Fabric
 from kvflow.checks import counted
 from kvflow.cli.bench import bench, errors_reported
+from kvflow.cli.hand_on import HandOnError, checked_url, hand_on, send_json
 from kvflow.cli.selftest import BLOCKS_MAX, hand_over
 from kvflow.config import Config
 from kvflow.doctor.findings import Finding, Status, is_broken
@@ -98,6 +99,25 @@ def trace(
     if shares := list(overlap(lines).values()):
         share = f"{statistics.median(shares):.0%} of the tokens (median) had landed when the last one was computed"
         notes.print(f"{counted(len(shares), 'load')} of leases that grew: {share}")
+
+
+@app.command("hand-on")
+def hand_prompts_on(
+    old: Annotated[str, typer.Argument(help="URL of the vLLM server that is taken out of service.")],
+    new: Annotated[str, typer.Argument(help="URL of the vLLM server that takes its place.")],
+    bytes_max: Annotated[int | None, typer.Option(min=1, help="Most bytes that one rank of NEW reads.")] = None,
+    within_s: Annotated[float, typer.Option(min=0.1, max=3600, help="Most seconds to take.")] = 20.0,
+) -> None:
+    """Warm a vLLM server with the most recent prompts of another one, before that one is stopped."""
+    with errors_reported("hand-on", HandOnError, ConfigError):
+        at = [checked_url(old, "OLD"), checked_url(new, "NEW")]
+        handed_on = hand_on(*at, bytes_max=bytes_max, within_s=within_s, send=send_json)
+    console = Console(highlight=False, soft_wrap=True)
+    by_outcome = ", ".join(f"{count} {outcome}" for outcome, count in handed_on.outcomes.items()) or "none"
+    read = f"{counted(handed_on.tokens, 'token')}, bytes of each rank: {handed_on.size_bytes:,}"
+    console.print(f"prompts: {by_outcome}; read: {read}", markup=False)
+    if handed_on.stopped:
+        console.print(f"stopped early: {handed_on.stopped}", markup=False)
 
 
 @app.command()

@@ -66,6 +66,7 @@ def _prefix_pulls(now: RuntimeStatistics) -> Mapping[tuple[str, ...], float]:
 _BLOCKS = _values_of("blocks", "free", "leased", "in_flight", "quarantined")
 _MESSAGES = _values_of("listener", "answered", "refused", "dropped")
 _PREFIX_QUESTIONS = _values_of("prefix.sharing", "found", "missed", "busy", "failed", "reclaimed")
+_HANDED_ON = _values_of("prefix", given="handed_on_tokens", taken="taken_over_tokens")
 _PINNED_BLOCKS = _values_of("prefix.sharing", "pinned_blocks")
 _STORE_REQUESTS = _values_of("storage", "saved", "restored", "missed", "damaged", "failed")
 _STORE_BYTES = _values_of("storage", used="bytes", max="bytes_max")
@@ -75,6 +76,7 @@ _NEVER_READ_HELP = "Engines that tickets name, and that no load has read from ye
 _READERS_REFUSED_HELP = "New readers that were refused because too few open files were left."
 _SOURCES_LEFT_HELP = "Sources that loads gave up for their next source."
 _PREFIX_QUESTIONS_HELP = "Questions of peers for prefixes by outcome, and reclaimed leases."
+_HANDED_ON_HELP = "Tokens that a successor has pulled, given by the engine that leaves, taken by its successor."
 _LATE_READS_HELP = "Reads of stock engines that ended after their lease: the text may be wrong."
 
 # Metrics from `Runtime.statistics()`: name, help, labels in addition to `LABELS`, function that returns the values.
@@ -104,6 +106,7 @@ COUNTERS: tuple[tuple[str, str, tuple[str, ...], ReadValues], ...] = (
     ("kvflow_prefix_questions", _PREFIX_QUESTIONS_HELP, ("outcome",), _PREFIX_QUESTIONS),
     ("kvflow_prefix_pulls", "Pulls of prefixes that have ended.", ("outcome",), _prefix_pulls),
     ("kvflow_prefix_tokens", "Tokens that were pulled instead of computed.", (), _values_of("prefix", "tokens")),
+    ("kvflow_prefix_handed_on_tokens", _HANDED_ON_HELP, ("side",), _HANDED_ON),
     ("kvflow_store_requests", "Saves and restores that have ended.", ("outcome",), _STORE_REQUESTS),
     ("kvflow_store_evictions", "Entries evicted to make room for others.", (), _values_of("storage", "evicted")),
 )

@@ -139,6 +139,10 @@ class PrefixStatistics(PartStatistics):
     """Number of failed attempts to read an offered prefix, including reads that outlasted the lease."""
     declined: int
     """Number of offers not loaded because computing the tokens was expected to be faster."""
+    handed_on_tokens: int
+    """Number of tokens that successors have pulled from this engine, as `Prefixes.hand_on` has reported."""
+    taken_over_tokens: int
+    """Number of tokens that this engine has pulled from engines that it has succeeded (`Prefixes.accept`)."""
     sharing: SharingStatistics | None
     """Statistics of the shared prefix cache since `Prefixes.share`; None if no cache is shared."""
 
@@ -187,7 +191,8 @@ def token_size_bytes(local: LocalRank) -> int:
     return size
 
 
-def _checked_keys(given: object, what: str) -> tuple[bytes, ...]:
+def checked_keys(given: object, what: str) -> tuple[bytes, ...]:
+    """Return `given` as a tuple of keys. RequestError if there are none, too many, or something else is in it."""
     checks.count(given, what, most=_KEYS_MAX)
     found: tuple[Any, ...] | None = checks.try_call(lambda: tuple(cast(Any, given)))
     if not found or not all(type(key) is bytes and len(key) == KEY_BYTES for key in found):
@@ -201,5 +206,5 @@ def checked_peers(given: object, what: str) -> tuple[Any, ...]:
     return tuple(given)
 
 
-PrefixKeys: TypeAlias = Annotated[Sequence[bytes], _checked_keys]
+PrefixKeys: TypeAlias = Annotated[Sequence[bytes], checked_keys]
 GivenPeers: TypeAlias = Annotated[Sequence[GivenPeer], checked_peers]

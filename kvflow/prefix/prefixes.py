@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from kvflow import checks
 from kvflow.core.protocol import messages
-from kvflow.core.protocol.addresses import PeerAddress
+from kvflow.core.protocol.addresses import PeerAddress, side_channel_address
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import RequestError, UsageError
+from kvflow.errors import ConfigError, RequestError, UsageError
+from kvflow.prefix.hand_on_request import HandedOnKeysRequest, HandOnRequest
+from kvflow.prefix.handing_on import HandingOn, HandOnReport, TakePrefix, TakingOver
 from kvflow.prefix.load_rates import LoadRates
 from kvflow.prefix.prefix_cache import PrefixCache
 from kvflow.prefix.prefix_requests import (
@@ -25,9 +27,11 @@ from kvflow.prefix.pull import Pull
 from kvflow.prefix.seek import PrefixSeeker
 from kvflow.prefix.seek_request import REQUEST_ID_PREFIX, SeekRequest
 from kvflow.prefix.sharing import SharedPrefixes
-from kvflow.runtime.channel.protocol import Answered
+from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.load.requests import LoadReport
 from kvflow.runtime.part import Ending, Part, PartHost, PartOwner, PartRuntime
+
+_COUNTS = ("pulls", "hits", "tokens", "bytes", "failed_sources", "declined", "handed_on_tokens", "taken_over_tokens")
 
 
 class Prefixes(Part):
@@ -35,18 +39,33 @@ class Prefixes(Part):
 
     To use it, create the runtime by `Runtime(config, parts=[Prefixes()])`. A runtime without this part refuses peers
     that ask for a prefix.
+
+    Args:
+        follow_successors: also ask the engines that take the place of peers that are gone, as the goodbyes of these
+            peers have said (`Runtime.drain`). Without CURVE a goodbye can be forged, so that another engine is asked.
+
+    Raises:
+        ConfigError: `follow_successors` is no bool.
     """
 
     name = "prefix"
 
-    def __init__(self) -> None:
-        self.answers = {SeekRequest: self._answer}
+    def __init__(self, *, follow_successors: bool = False) -> None:
+        self._follow_successors = checks.checked(follow_successors, "follow_successors", bool, ConfigError)
+        self.answers = {
+            SeekRequest: self._answer,
+            HandOnRequest: self._answer_hand_on,
+            HandedOnKeysRequest: self._answer_keys,
+        }
         self._owner = PartOwner(self)
         self._rates = LoadRates()
         self._questions: PrefixSeeker | None = None
         self._counts: dict[str, int] = {}
         self._pulls: set[Pull] = set()
         self._shared: SharedPrefixes | None = None
+        self._handing_on: HandingOn | None = None
+        self._taking_over: TakingOver | None = None
+        """Takes over the prefixes of leaving engines; None unless `accept` was called."""
 
     def __repr__(self) -> str:
         return "<kvflow.prefix.Prefixes>"
@@ -181,6 +200,80 @@ class Prefixes(Part):
         if ticket.request_id.startswith(REQUEST_ID_PREFIX):
             self._rates.learn(ticket, report)
 
+    async def hand_on(
+        self,
+        successor: GivenPeer,
+        prefixes: Sequence[Sequence[bytes]],
+        *,
+        key_tokens: int,
+        bytes_max: int,
+        within_s: float,
+    ) -> HandOnReport:
+        """Offer prefixes to the engine that takes this engine's place, and wait until it has pulled them.
+
+        Call this before `Runtime.drain`, since a draining runtime accepts no new reader. The cache has to be shared
+        (`share`) until this call ends: the successor reads the prefixes like any other peer. For an engine of several
+        ranks, call this on one rank. If cancelled, stop waiting; the successor then stops before its next prefix.
+
+        Args:
+            successor: the successor, in one of the forms of `PrefixRequest.peers`. It must accept prefixes (`accept`).
+            prefixes: the keys of each prefix, the most recently used prefix first; at most 65,536 prefixes, and the
+                first 65,536 keys of each.
+            key_tokens: number of tokens between two keys.
+            bytes_max: maximum number of bytes that one rank of the successor reads.
+            within_s: maximum seconds that the successor may take; at most an hour.
+
+        Returns:
+            The number of prefixes, tokens and bytes that the successor has pulled, and why not more.
+
+        Raises:
+            RequestError: an argument is invalid.
+            PeerError: the successor does not answer, or refuses, for example because it accepts no prefixes of this
+                engine.
+            RuntimeUnavailable: the runtime drains, is closed, or has no KV cache at the moment.
+            UsageError: no cache is shared, another call is under way, this object is not in the `parts` of a runtime
+                with a KV cache, or this is not the runtime's loop.
+        """
+        host, questions = self._require("hand_on")
+        assert self._handing_on is not None, "it is registered with the cache"
+        if not isinstance(successor, str | PeerAddress | Ticket | Mapping):
+            raise RequestError(
+                f"hand_on: successor: expected an address or a ticket, got {checks.short_repr(successor)}"
+            )
+        offer = self._handing_on.checked(prefixes, key_tokens=key_tokens, bytes_max=bytes_max, within_s=within_s)
+        if self._shared is None or self._shared.closed:
+            raise UsageError(f"hand_on: no cache of engine {host.context.config.engine_id!r} is shared: call share")
+        return await self._handing_on.send(await questions.find_rank(successor), offer)
+
+    def accept(self, take: TakePrefix, *, predecessors: Sequence[str] | None) -> None:
+        """Take over the prefixes of leaving engines, until the KV cache is unregistered. A second call replaces both.
+
+        Without this call a leaving engine's offer is refused.
+
+        Args:
+            take: function of this engine, called on the runtime's loop for each offered prefix. It pulls the prefix
+                from `HandedOnPrefix.holder` into blocks that it can spare, puts them in the prefix cache, and returns
+                the number of pulled tokens; None if it has no room. Cancelled when the offer's time is over.
+            predecessors: addresses of the engines, such as "tcp://10.0.0.7:5600", of which offers are accepted. None
+                accepts any engine that reaches this one: only with CURVE, or behind a firewall.
+
+        Raises:
+            RequestError: `take` cannot be called, or `predecessors` are no addresses.
+            RuntimeUnavailable: the runtime drains, is closed, or has no KV cache at the moment.
+            UsageError: this object is not in the `parts` of a runtime with a KV cache, or this is not the runtime's
+                loop.
+        """
+        host = self._owner.require("accept")
+        if not callable(take):
+            raise RequestError(f"accept: take: expected a function, got {checks.short_repr(take)}")
+        known = None
+        if predecessors is not None:
+            given = checked_peers(predecessors, "accept: predecessors")
+            known = frozenset(side_channel_address(one, "accept: predecessors") for one in given)
+        if self._taking_over is not None:
+            self._taking_over.close()
+        self._taking_over = TakingOver(host, self._counts, take, known)
+
     @property
     def statistics(self) -> PrefixStatistics | None:
         """Counts of pulls and of shared prefixes since the last KV cache was registered; None before the first one."""
@@ -192,15 +285,19 @@ class Prefixes(Part):
     async def registered(self, runtime: PartRuntime, host: PartHost) -> None:
         """Only for the runtime: prepare for a newly registered KV cache, as `Part.registered` says."""
         self._owner.begin(runtime)
-        self._questions, self._shared = PrefixSeeker(host, self._rates), None
+        self._questions = PrefixSeeker(host, self._rates, follow_successors=self._follow_successors)
+        self._shared = None
         self._pulls = set()
-        self._counts = dict.fromkeys(("pulls", "hits", "tokens", "bytes", "failed_sources", "declined"), 0)
+        self._counts = dict.fromkeys(_COUNTS, 0)
+        self._handing_on, self._taking_over = HandingOn(host, self._counts), None
 
     def end(self, why: Ending, wait_s: float = 0.0) -> None:
         """Only for the runtime: cancel all questions to peers, and stop sharing, as `Part.end` says."""
         if why is Ending.ABANDONED:
-            self._questions = self._shared = None
+            self._questions = self._shared = self._handing_on = self._taking_over = None
             return
+        if self._taking_over is not None:
+            self._taking_over.close()
         if self._questions is not None:
             self._questions.close()
         if self._shared is not None:
@@ -221,7 +318,9 @@ class Prefixes(Part):
                 await self.drained()
         except TimeoutError:
             return f"a pull of a prefix is still under way after {timeout_s} s"
-        self._questions = self._shared = None  # the engine's prefix cache may refer to tensors
+        self._questions = self._shared = self._handing_on = self._taking_over = (
+            None  # the engine's prefix cache may refer to tensors
+        )
         return ""
 
     def _require(self, what: str) -> tuple[PartHost, PrefixSeeker]:
@@ -233,3 +332,11 @@ class Prefixes(Part):
         if self._shared is None or not self._owner.open:
             return messages.NOTHING_YET
         return self._shared.answer(question)
+
+    def _answer_hand_on(self, question: HandOnRequest) -> Answered:
+        if self._taking_over is None or not self._owner.open:
+            return refusal("this engine takes over no prefixes of other engines: its `Prefixes.accept` was not called")
+        return self._taking_over.answer(question)
+
+    def _answer_keys(self, question: HandedOnKeysRequest) -> Answered:
+        return refusal("no prefix is handed on") if self._handing_on is None else self._handing_on.answer(question)

@@ -20,14 +20,14 @@ from kvflow.core.cache.groups import GroupKind
 from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.bounded_map import BoundedMap
 from kvflow.core.protocol import messages
-from kvflow.core.protocol.addresses import Address, PeerAddress, side_channel_address
+from kvflow.core.protocol.addresses import Address, PeerAddress, peer_at, side_channel_address
 from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.core.protocol.ticket import Ticket, too_many_block_ids
 from kvflow.errors import KVFlowError, PeerRefused, PeerUnreachable, ProtocolError, RequestError
 from kvflow.hosts import split_address
 from kvflow.prefix.keys import KEY_BYTES
 from kvflow.prefix.load_rates import LoadRates
-from kvflow.prefix.prefix_requests import GivenPeer, PrefixOffer, PrefixRequest, token_size_bytes
+from kvflow.prefix.prefix_requests import PEERS_MAX, GivenPeer, PrefixOffer, PrefixRequest, token_size_bytes
 from kvflow.prefix.search import Search
 from kvflow.prefix.seek_request import KEYS_MAX, REQUEST_ID_PREFIX, SeekRequest
 from kvflow.runtime.part import PartHost
@@ -56,7 +56,8 @@ _RankOffer: TypeAlias = tuple[Address, messages.Offer, RankLease]
 class PrefixSeeker:
     """Asks other engines for prefixes that can be read into one registered KV cache."""
 
-    def __init__(self, host: PartHost, rates: LoadRates) -> None:
+    def __init__(self, host: PartHost, rates: LoadRates, *, follow_successors: bool = False) -> None:
+        """`follow_successors`: also ask the engines that take the place of engines that have said goodbye."""
         self._context = host.context
         self._local = host.context.local
         self._token_bytes = token_size_bytes(host.context.local)
@@ -68,6 +69,9 @@ class PrefixSeeker:
         self._tasks: set[asyncio.Task[None]] = set()
         self._addresses: BoundedMap[str, PeerAddress] = BoundedMap(_ADDRESSES_MAX)
         """For each address, as requests give it: the engine and rank that listen there."""
+        self._follow_successors = follow_successors
+        self._successors: BoundedMap[str, PeerAddress] = BoundedMap(_ADDRESSES_MAX)
+        """For each peer that is gone, by its name in requests: the rank that takes its place."""
         self._unanswered: dict[str, tuple[float, float]] = {}
         """For each peer: loop time of the oldest unanswered question, and the seconds allowed for the answer."""
 
@@ -89,6 +93,8 @@ class PrefixSeeker:
         loop, question_id = asyncio.get_running_loop(), self._context.token_hex(16)
         begun_s, most = loop.time(), float(len(request.keys) * request.key_tokens)
         peers = {_peer_name(peer): peer for peer in request.peers}
+        if self._follow_successors:
+            self._add_successors(peers)
         search = Search(peers, self._remote_leases.release_soon)
         try:
             for name, peer in peers.items():
@@ -112,6 +118,26 @@ class PrefixSeeker:
             raise
         search.sort(int(question_id[:8], 16))
         return search
+
+    def _add_successors(self, peers: dict[str, GivenPeer]) -> None:
+        """Add the successors of peers that are gone to `peers`, and the successors of these.
+
+        A peer that is back at its address has no successor any longer.
+        """
+        names = list(peers)
+        for name in names:
+            peer = peers[name]
+            known = self._addresses.get(peer) if isinstance(peer, str) else peer
+            if isinstance(known, PeerAddress):
+                gone = known.engine_id, Rank(known.dp_rank, known.pp_rank, known.tp_rank)
+                if (successor := self._peers.successors.get(gone)) is None:
+                    self._successors.pop(name, None)
+                else:
+                    self._successors[name] = successor
+            found = self._successors.get(name)
+            if found is not None and len(peers) < PEERS_MAX and found.address not in map(_address_of, peers.values()):
+                peers[_peer_name(found)] = found
+                names.append(_peer_name(found))
 
     async def connect(self, peers: Iterable[GivenPeer], within_s: float) -> None:
         """Connect to the ranks of `peers` that questions will ask, all at once, for at most `within_s` seconds.
@@ -259,6 +285,15 @@ class PrefixSeeker:
             raise RequestError("no rank of the engine has blocks for this reader rank")
         return _Engine(wanted, others, connected, fixed)
 
+    async def find_rank(self, peer: GivenPeer) -> Address:
+        """Return the address of the rank that `peer` names. Raise a KVFlowError if it is none, or does not answer."""
+        if isinstance(peer, str):
+            peer = await self._identify(peer)
+        if isinstance(peer, PeerAddress):
+            return Address(peer.engine_id, Rank(peer.dp_rank, peer.pp_rank, peer.tp_rank), peer.address)
+        ticket = self._resolver.read_ticket(peer)
+        return self._resolver.addresses_of(ticket)[0]
+
     async def _identify(self, given: str) -> PeerAddress:
         """Ask the rank that listens at address `given` for its engine and rank."""
         address = side_channel_address(given if given.startswith("tcp://") else f"tcp://{given}", "address")
@@ -271,9 +306,7 @@ class PrefixSeeker:
             raise ProtocolError(f"{why} a {type(reply).__name__}", peer=address)
         if reply.listens is None:
             raise PeerUnreachable(f"{why} {checks.printable(reply.reason, 300)}", peer=address)
-        dp, pp, tp = reply.listens.rank
-        known = PeerAddress(engine_id=reply.listens.engine_id, address=address, dp_rank=dp, pp_rank=pp, tp_rank=tp)
-        self._addresses[given] = known
+        known = self._addresses[given] = peer_at(reply.listens._replace(address=address))
         return known
 
 
@@ -284,6 +317,13 @@ def _peer_name(peer: GivenPeer) -> str:
     if isinstance(peer, Mapping):
         return checks.short_repr(peer.get("remote_engine_id"))
     return peer if isinstance(peer, str) else checks.short_repr(peer)
+
+
+def _address_of(peer: GivenPeer) -> str:
+    """Return the address at which `peer` is asked, if `peer` says it."""
+    if isinstance(peer, PeerAddress | Ticket):
+        return peer.address
+    return peer if isinstance(peer, str) else ""
 
 
 def _check_tokens(question: SeekRequest, offered: _RankOffer) -> _RankOffer:

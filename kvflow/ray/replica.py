@@ -28,7 +28,8 @@ leaves time to close. Serve calls a replica's methods in different tasks, so a r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -36,14 +37,18 @@ from typing import Any, Self
 from kvflow import checks
 from kvflow.config import Config
 from kvflow.core.plan.topology import Rank
-from kvflow.errors import ConfigError, RuntimeBroken
+from kvflow.core.protocol.ticket import Ticket
+from kvflow.errors import ConfigError, KVFlowError, RuntimeBroken
 from kvflow.extras import install_command
 from kvflow.hosts import address_at
+from kvflow.logs import logger_of
 from kvflow.runtime.part import Part
 from kvflow.runtime.records import Observer
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.statistics import RuntimeState
 from kvflow.runtime.world import World
+
+logger = logger_of(__name__)
 
 _SHORTEST_S = 1e-3
 SETTLE_S = 1.0
@@ -179,7 +184,12 @@ class ReplicaRuntime:
         """Close the runtime. Leases and loads that are still open get Config.drain_timeout_s to end."""
         await self.runtime.aclose()
 
-    async def drain(self) -> bool:
+    async def drain(
+        self,
+        *,
+        successor: Ticket | Mapping[str, Any] | None = None,
+        hand_on: Callable[[float], Awaitable[object]] | None = None,
+    ) -> bool:
         """Refuse new work and wait until all leases and loads have ended. At the deadline, end those that are left.
 
         Call this when the replica stops, before it ends tasks that hold leased blocks. The deadline is
@@ -187,13 +197,31 @@ class ReplicaRuntime:
         long ending may take after the deadline. If cancelled, stop waiting: the runtime stays draining, and no lease is
         revoked.
 
+        Args:
+            successor: any ticket of the replica that takes this one's place, as for `Runtime.drain`.
+            hand_on: function that hands the replica's cached prefixes on (`Prefixes.hand_on`) before new work is
+                refused. It is given the seconds that it may take: half of those until the deadline. If it raises a
+                KVFlowError or takes longer, a warning is logged, and the replica drains all the same.
+
         Returns:
             True if all leases and loads ended before the deadline. False if not, or if the runtime was not open.
+
+        Raises:
+            RequestError: `successor` is no ticket, or a ticket of this replica.
         """
         if self.runtime.state not in (RuntimeState.OPEN, RuntimeState.DRAINING):
             return False  # its leases and loads have ended with it
-        left_s = self._find_place().time_to_drain_s(self.runtime.config)
-        return await self.runtime.drain(max(min(self.drain_deadline_s, left_s), _SHORTEST_S))
+        loop = asyncio.get_running_loop()
+        left_s = max(min(self.drain_deadline_s, self._find_place().time_to_drain_s(self.runtime.config)), _SHORTEST_S)
+        until_s = loop.time() + left_s
+        if hand_on is not None:
+            try:
+                async with asyncio.timeout(left_s / 2):
+                    await hand_on(left_s / 2)
+            except (KVFlowError, TimeoutError) as error:
+                why = str(error) or f"not done within {left_s / 2:.3g} s"
+                logger.warning("%r: its cached prefixes are not handed on: %s", self, why)
+        return await self.runtime.drain(max(until_s - loop.time(), _SHORTEST_S), successor=successor)
 
     def metadata(self) -> dict[str, Any]:
         """Return the replica's engine id and address, for `record_replica_metadata` and `kvflow.ray.keep_prewarmed`.

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -34,6 +35,7 @@ from kvflow.core.protocol.addresses import UNKNOWN_ENGINE, Address
 from kvflow.core.protocol.claims import regions_to_wire
 from kvflow.core.protocol.compatibility import compatibility_of
 from kvflow.core.protocol.proof import SealTable
+from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, InvalidInput, UsageError
 from kvflow.hosts import address_at
 from kvflow.logs import logger_of
@@ -268,14 +270,22 @@ class Incarnation:
                 why = f"{type(error).__name__}: {error_text(error) or 'not done in time'}"
                 self._part_problems[part.name, method] = f"{method} of part {part.name!r}: {why}"
 
-    async def drain(self, deadline_s: float) -> bool:
+    async def drain(self, deadline_s: float, successor: Ticket | None = None) -> bool:
         """Wait up to `deadline_s` seconds until all leases, loads and work of parts (optional features) have ended.
 
         Refuse readers' questions that wait for a lease. After the deadline, end the remaining work and wait for its
         end. Return whether everything ended within `deadline_s`. Cancelling stops the waiting.
+
+        `successor`: any ticket of the engine that takes this one's place. Then the readers that wait for a lease are
+        redirected there, and goodbyes name that engine.
         """
         serving, loader, engine_id = self.serving, self.loader, self._context.config.engine_id
-        serving.lease_answers.refuse_questions(f"engine {engine_id!r} is draining")
+        draining = f"engine {engine_id!r} is draining"
+        if successor is None:
+            serving.lease_answers.refuse_questions(draining)
+        else:
+            self.goodbyes.successor = _same_rank(successor, self._context.rank)
+            serving.lease_answers.refuse_questions(draining, partial(_pending_params, successor))
         waits = [serving.drained(), loader.drained(), self._parts_drained()]
         finished = await _wait_for_all(waits, deadline_s)
         if not finished:
@@ -487,6 +497,21 @@ def _cache_share(config: Config, groups: Sequence[CacheGroup], layer_set: LayerS
         heads = layer_set.layout.segment.model_units
     sharded = groups[layer_set.group].kind is GroupKind.SHARDED
     return cache_share_of(layer_set.layout, config, model_kv_heads=heads, group=layer_set.group, sharded=sharded)
+
+
+def _same_rank(ticket: Ticket, rank: Rank) -> Address:
+    """Return the address of the rank of the ticket's engine with the place of `rank`; else of its first rank."""
+    lease = ticket.find(rank) or ticket.ranks[0]
+    return Address(ticket.engine_id, Rank(ticket.dp_rank, lease.pp_rank, lease.tp_rank), lease.address)
+
+
+def _pending_params(introduction: Ticket, request_id: str) -> bytes:
+    """Return an encoded pending ticket of a request at the engine of `introduction`; empty if the ticket is too large.
+
+    The reader waits no longer than for its own ticket.
+    """
+    params = msgspec.msgpack.encode(Ticket.rendezvous(introduction, request_id).to_params())
+    return params if len(params) <= messages.REDIRECT_BYTES_MAX else b""
 
 
 def _only_one(method: str, returned: Iterable[tuple[str, _BroughtT | None]]) -> _BroughtT | None:

@@ -20,8 +20,8 @@ from kvflow.core.cache.groups import CacheGroup
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.protocol.addresses import PeerAddress
-from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import ConfigError, KVFlowError, RuntimeUnavailable, UsageError
+from kvflow.core.protocol.ticket import Ticket, read_ticket
+from kvflow.errors import ConfigError, KVFlowError, RequestError, RuntimeUnavailable, UsageError
 from kvflow.runtime.load.leases import KeptLeases, warn_if_never_entered
 from kvflow.runtime.load.load import Load, refused_load
 from kvflow.runtime.load.loader import Loader
@@ -409,7 +409,9 @@ class Runtime:
         incarnation = self._supervisor.incarnation
         return incarnation is None or await incarnation.peers.forget(engine_id, address)
 
-    async def drain(self, deadline_s: float | None = None) -> bool:
+    async def drain(
+        self, deadline_s: float | None = None, *, successor: Ticket | Mapping[str, Any] | None = None
+    ) -> bool:
         """Refuse new work, and wait up to `deadline_s` until all leases and loads have ended.
 
         From the call on, `serve_blocks` and `load_blocks` raise RuntimeDraining, and new readers get PeerNotReady
@@ -419,13 +421,23 @@ class Runtime:
         Args:
             deadline_s: seconds after which leases are revoked and loads ended; None: Config.drain_timeout_s. Ending
                 them takes at most Limits.seal_hold_s, cancel_grace_s and drain_timeout_s more.
+            successor: any ticket of the engine that takes this engine's place, such as that of its `introduce`. Loads
+                that wait here with a pending ticket go on there, and goodbyes name that engine.
 
         Returns:
             True if everything ended within `deadline_s`. `statistics()` counts the outcomes of leases and loads.
+
+        Raises:
+            RequestError: `successor` is no ticket, or a ticket of this engine.
+            RuntimeUnavailable, UsageError: the runtime is not open, or this is not its loop.
         """
         self._require("drain", new_work=False)
         wanted_s = self.config.drain_timeout_s if deadline_s is None else deadline_s
-        return await self._supervisor.drain(checks.seconds(wanted_s, "drain: deadline_s", error=UsageError))
+        bound_s = checks.seconds(wanted_s, "drain: deadline_s", error=UsageError)
+        ticket = None if successor is None else read_ticket(successor, self.config.limits.block_ids_max)
+        if ticket is not None and ticket.engine_id == self.config.engine_id:
+            raise RequestError(f"drain: successor: a ticket of engine {ticket.engine_id!r}, which is this one")
+        return await self._supervisor.drain(bound_s, ticket)
 
     def statistics(self) -> RuntimeStatistics:
         """Return the state of the runtime, its open objects, and counts of past events. Allowed in every state.

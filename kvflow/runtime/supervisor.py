@@ -26,6 +26,7 @@ from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.proof import SealTable
+from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import (
     CacheUnregistered,
     RuntimeBroken,
@@ -171,13 +172,13 @@ class Supervisor:
             self.registration.abandon(wait_s)
         self.copy_thread.abandon(wait_s)
 
-    async def drain(self, deadline_s: float) -> bool:
+    async def drain(self, deadline_s: float, successor: Ticket | None = None) -> bool:
         """Take no new work. Wait until all leases and loads have ended; after `deadline_s` seconds, end the rest.
 
-        Return whether all had ended before that.
+        Return whether all had ended before that. `successor`: as for `Incarnation.drain`.
         """
         self.state = RuntimeState.DRAINING
-        return self.registered is None or await self.registered.drain(deadline_s)
+        return self.registered is None or await self.registered.drain(deadline_s, successor)
 
     def set_weights(self, version: str) -> None:
         """Remember the version of the engine's new weights, and revoke all leases, for `Runtime.set_weights`."""

@@ -65,6 +65,7 @@ from kvflow.vllm.extra_config import (
 )
 from kvflow.vllm.kv_cache_layout import cache_groups, groups_of
 from kvflow.vllm.nixl_settings import settings_in
+from kvflow.vllm.recent_prompts import RecentPrompts
 from kvflow.vllm.vllm_metrics import KVFlowPromMetrics, KVFlowStats
 from kvflow.vllm.warming import WarmRequests, cut_prompt
 from kvflow.vllm.weights import follow_weight_versions
@@ -154,6 +155,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     """kvflow as vLLM's KV connector: one object in vLLM's scheduler, and one in each worker."""
 
     _cache_hit_source = CacheHitSource and CacheHitSource.P2P
+    _address = ""
+    """In the scheduler: address of this engine's first rank, once the workers are known."""
     _cards: tuple[bytes, ...] = ()
     """In the scheduler: the workers' encoded metadata for stock readers (`EngineRanks.card`), for the next step."""
     _picture_ids_from_content = True
@@ -167,6 +170,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     """In the scheduler: False if other engines wait for this engine's steps, as data-parallel engines do."""
     _prefixes: RequestPrefixes | None = None
     """In the scheduler: shares and loads prefixes of prompts; None if the configuration asks for neither."""
+    _recent: RecentPrompts | None = None
+    """In the scheduler: the prompts answered last; None unless the configuration asks to remember them."""
     _shares_prefixes = False
     """In a worker: True if peers may read prefixes from this engine's cache."""
     _asks_for_engine = True
@@ -218,6 +223,10 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         self._warm = WarmRequests(
             block_tokens, pulls=pulls, on_end=lambda outcome: self._stats.data["warms"].append(str(outcome))
         )
+        if extra.recent_tokens_max:
+            cache_bytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
+            token_bytes = cache_bytes // (kv_cache_config.num_blocks * block_tokens)
+            self._recent = RecentPrompts(extra.recent_tokens_max, block_tokens, token_bytes)
         self._scheduler = ConnectorScheduler(
             self._scheduling,
             new_secret=lambda: secrets.token_hex(16),
@@ -303,6 +312,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         if self._prefixes is not None:
             self._prefixes.add(request, hinted)
         self._warm.add(request)
+        if self._recent is not None:
+            self._recent.add(request)
         offered = self._scheduling.offers(request.kv_transfer_params or {})
         if offered and self._scheduling.leaves_last_token and not self._leave_out_last_token(request):
             logger.info("request %s: its prompt is not offered: its last token cannot be left out", request.request_id)
@@ -421,7 +432,9 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
                 f"KVFlowConnector: vLLM's scheduler has {counted(len(workers), 'rank')} of {expected}. With "
                 "--distributed-executor-backend external_launcher each rank has a scheduler, and tickets, of its own"
             )
-        self._scheduler.introduce(merge_tickets([worker.ticket for worker in workers]))
+        introduction = merge_tickets([worker.ticket for worker in workers])
+        self._address = introduction.address
+        self._scheduler.introduce(introduction)
         self._cards = tuple(worker.card for worker in workers if worker.card)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -435,7 +448,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._prefixes.finish(request, tables)
         completed = request.status in _COMPLETED
         hold, params = self._scheduler.request_finished(request.request_id, completed=completed, block_ids=tables)
-        return hold, self._warm.finish(request.request_id) or params
+        recent = None if self._recent is None else self._recent.finish(request, self._address)
+        return hold, self._warm.finish(request.request_id) or recent or params
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         return tuple(group.index for group in self._groups)
@@ -450,6 +464,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         vLLM also calls this before its workers sleep.
         """
         self._scheduler.withdraw_all()
+        if self._recent is not None:
+            self._recent.forget_all()
         return True
 
     def note_new_weights(self, version: str) -> None:
@@ -458,6 +474,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.set_weights(version)
             return
         self._scheduler.set_weights(version)
+        if self._recent is not None:
+            self._recent.forget_all()
         if self._prefixes is not None:
             self._prefixes.withdraw_all()
 

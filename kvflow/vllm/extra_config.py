@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from vllm.platforms import current_platform
 
-from kvflow.checks import Seconds, Size, built
+from kvflow.checks import Count, Seconds, Size, built
 from kvflow.config import Config
 from kvflow.connector.plugin_settings import PluginSettings, RefusedOption, refuse_options
 from kvflow.connector.scheduler import SchedulingConfig
@@ -102,6 +102,10 @@ class Extra(msgspec.Struct, frozen=True, kw_only=True):
     recompute_s_per_token: Seconds | None = None
     """Seconds that this engine takes to compute a token. A prefix is computed locally if loading it would take longer.
     None: load every prefix that a peer has."""
+
+    recent_tokens_max: Count = 0
+    """Number of tokens of recently answered prompts to remember, so that a server that takes this one's place can be
+    warmed with them. 0: remember none."""
 
     @property
     def uses_prefixes(self) -> bool:

@@ -272,6 +272,46 @@ async def test_readers_are_sent_on_to_the_engine_that_the_prompt_has_come_to(fir
         assert_nothing_left(pair)
 
 
+@each("first", ["reader", "drain"])
+@in_virtual_time
+async def test_readers_go_on_at_the_engine_that_takes_a_draining_ones_place(first: str) -> None:
+    """Those that wait, and those that are connected and ask later. Without a successor they are refused."""
+    async with with_a_sibling() as (pair, sibling):
+        there, consumer = awaited_at(sibling), pair.consumer.runtime
+        other = start(pair, Ticket.rendezvous(there, "other").to_params(), block_ids=[8, 9, 10, 11], deadline_s=20.0)
+        await asyncio.sleep(1.0)
+        load = start(pair, there.to_params(), prompt=PROMPT) if first == "reader" else None
+        await asyncio.sleep(1.0)
+        draining = asyncio.ensure_future(sibling.runtime.drain(60.0, successor=pair.producer.runtime.introduce()))
+        await asyncio.sleep(0.1)
+        load = load or start(pair, there.to_params(), prompt=PROMPT)
+        lease = offer(pair, prompt=PROMPT)
+        report = await load
+        assert report.tokens == 16
+        assert all("producer" in source for source in report.sources)
+        assert await lease is LeaseOutcome.READ
+        pair.producer.runtime.decline("other", "nobody computes it")
+        with pytest.raises(PrefillFailed, match=r"from producer .*: nobody computes it"):
+            await other
+        assert await draining
+        assert consumer.statistics().loading is not None
+        await sibling.runtime.aclose()
+        successors = host_of(consumer).peers.successors
+        assert [(gone[0], found.engine_id) for gone, found in successors.items()] == [("sibling", "producer")]
+        assert_nothing_left(pair)
+
+
+@in_virtual_time
+async def test_a_successor_is_another_engine() -> None:
+    async with with_a_sibling() as (_, sibling):
+        with pytest.raises(RequestError, match="drain: successor: a ticket of engine 'sibling', which is this one"):
+            await sibling.runtime.drain(1.0, successor=sibling.runtime.introduce().to_params())
+        for wrong in ({}, "tcp://127.0.0.1:1", 7):
+            with pytest.raises(RequestError):
+                await sibling.runtime.drain(1.0, successor=wrong)  # type: ignore[arg-type]
+        await sibling.runtime.prewarm([])
+
+
 @in_virtual_time
 async def test_readers_that_nobody_can_send_on_end_at_once() -> None:
     async with with_a_sibling() as (pair, sibling):

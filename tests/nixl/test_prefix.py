@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
-from kvflow.prefix import PinnedPrefix, Prefixes, PrefixRequest, prefix_keys
+from kvflow.prefix import HandedOnPrefix, PinnedPrefix, Prefixes, PrefixRequest, prefix_keys
+from kvflow.prefix.seek_request import KEYS_MAX
 from kvflow.prefix.testing import FakePrefixCache
 from kvflow.testing import CacheSize, NixlPair, assert_loaded, nixl_pair
 from tests.support.pairs import part_of
@@ -46,6 +48,32 @@ async def test_a_prefix_is_pulled_from_a_live_cache(pair: NixlPair) -> None:
     async with asyncio.timeout(WAIT_S):
         while +prefix_cache.pins:
             await pair.producer.runtime.drain(WAIT_S)
+
+
+async def test_a_successor_pulls_what_the_leaving_engine_hands_on(pair: NixlPair) -> None:
+    """In one prefix of more keys than a question may have: the successor asks for all of them."""
+    tokens = 4
+    keys = prefix_keys(PROMPT, tokens)
+    assert len(keys) > KEYS_MAX
+    prefix_cache = FakePrefixCache(TOKENS)
+    prefix_cache.put(PROMPT, THEIRS)
+    leaving, successor = (part_of(one.runtime, Prefixes) for one in (pair.producer, pair.consumer))
+    leaving.share(prefix_cache, pinned_blocks_max=400)
+
+    async def take(offered: HandedOnPrefix) -> int:
+        assert offered.keys == keys
+        every = TOKENS // tokens
+        asked = replace(request(pair), keys=offered.keys[every - 1 :: every], peers=[offered.holder])
+        return (await successor.pull(asked)).pulled_tokens
+
+    successor.accept(take, predecessors=[pair.producer.runtime.address])
+    report = await leaving.hand_on(
+        pair.consumer.runtime.introduce(), [keys], key_tokens=tokens, bytes_max=1 << 40, within_s=WAIT_S
+    )
+    assert (report.prefixes, report.tokens, report.reason) == (1, 400 * TOKENS, "")
+    assert report.bytes == 400 * pair.producer.layout.block_size_bytes
+    assert_loaded(pair.consumer.cache, range(400), pair.producer.cache, THEIRS)
+    assert await pair.producer.runtime.drain(WAIT_S, successor=pair.consumer.runtime.introduce())
 
 
 async def test_blocks_that_their_owner_takes_back_while_they_are_read_are_a_miss(pair: NixlPair) -> None:

@@ -11,7 +11,14 @@ import pytest
 from tests_support import each, small_cache, until
 
 from kvflow import LeaseOutcome, RuntimeState, ServeRequest
-from kvflow.errors import ConfigError, RuntimeBroken, RuntimeClosed, RuntimeDraining
+from kvflow.errors import (
+    ConfigError,
+    PeerUnreachable,
+    RequestError,
+    RuntimeBroken,
+    RuntimeClosed,
+    RuntimeDraining,
+)
 from kvflow.ray import ReplicaPlace, ReplicaRuntime
 from kvflow.ray.replica import this_replica
 from kvflow.testing import InprocCluster
@@ -104,6 +111,33 @@ async def test_it_drains_and_then_closes() -> None:
             opened.runtime.serve_blocks(ServeRequest("r", block_ids=[1], num_tokens=4))
     assert opened.runtime.state is RuntimeState.CLOSED
     assert await opened.drain() is False
+
+
+async def test_it_hands_on_before_it_drains_and_drains_whatever_comes_of_that(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    given = list[float]()
+
+    async def hand_on(within_s: float) -> None:
+        assert opened.runtime.state is RuntimeState.OPEN
+        given.append(within_s)
+
+    async def fail(_: float) -> None:
+        raise PeerUnreachable("nobody is there", peer="tcp://10.0.0.7:5600")
+
+    async def last(_: float) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    async with replica(drain_deadline_s=8.0) as opened:
+        assert await opened.drain(hand_on=hand_on)
+        assert given == [4.0]
+    for wrong, says in ((fail, "nobody is there"), (last, "not done within 0.001 s")):
+        async with replica(drain_deadline_s=2e-3) as opened:
+            assert await opened.drain(hand_on=wrong)
+        assert says in caplog.text
+    async with replica() as opened:
+        with pytest.raises(RequestError):
+            await opened.drain(successor={})
 
 
 async def test_a_drain_keeps_to_the_time_that_is_left_now() -> None:

@@ -15,7 +15,14 @@ from tests.runtime.test_ownership import PLAIN, STATES, assert_only_on_its_loop
 from tests.support.tests_support import small_cache
 
 REQUEST = PrefixRequest("prefix", keys=[bytes(32)], key_tokens=4, block_ids=[2], peers=[])
-VERBS: dict[str, Any] = {"share": FakePrefixCache(4), "seek": REQUEST, "pull": REQUEST, "connect": ()}
+VERBS: dict[str, Any] = {
+    "share": FakePrefixCache(4),
+    "seek": REQUEST,
+    "pull": REQUEST,
+    "connect": (),
+    "hand_on": {"successor": "tcp://127.0.0.1:1", "prefixes": [], "key_tokens": 4, "bytes_max": 1, "within_s": 1.0},
+    "accept": {"take": print, "predecessors": []},
+}
 ANYWHERE = {"learn"}
 
 

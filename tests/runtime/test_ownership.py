@@ -393,12 +393,13 @@ async def test_a_load_that_is_ended_is_not_safe_before_its_bytes_have_stopped(ho
 async def assert_only_on_its_loop(part: Part, state: RuntimeState, verbs: Mapping[str, Any], at_once: str) -> None:
     """Check that the verbs of a part refuse other loops and threads without one, and take nothing.
 
-    `verbs`: the arguments of each verb. `at_once`: a verb that is no coroutine.
+    `verbs`: the argument of each verb, or a dict of its arguments by name. `at_once`: a verb that is no coroutine.
     """
     async with at_work(state, [part]):
 
         async def elsewhere(verb: str) -> None:
-            await settle(getattr(part, verb)(verbs[verb]))
+            method, given = getattr(part, verb), verbs[verb]
+            await settle(method(**given) if isinstance(given, dict) else method(given))
 
         for verb in verbs:
             with pytest.raises(UsageError, match=r"loop that opened the runtime, and another loop runs here"):

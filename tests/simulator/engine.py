@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from kvflow.core.protocol.addresses import PeerAddress
+from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import (
     KVFlowError,
     LoadError,
@@ -28,6 +29,7 @@ from kvflow.testing.accounting import assert_closed
 from kvflow.testing.simulated_network import SimHost
 from kvflow.testing.simulated_world import make_world
 from kvflow.testing.virtual_loop import SimProcess
+from tests.simulator import handing_on
 from tests.simulator.cache import RankCache
 from tests.simulator.checks import demand
 from tests.simulator.clock import SkewedClock
@@ -105,7 +107,8 @@ class SimEngine:
         world = make_world(lambda: self._network, lambda _: self.host, lambda: clock)
         for index, cache in enumerate(self._caches):
             cache.poison(self.simulation.next_poison(), None)
-            config, prefixes = self.simulation.settings.config(self.shape, self._address, index), Prefixes()
+            config = self.simulation.settings.config(self.shape, self._address, index)
+            prefixes = Prefixes(follow_successors=True)
             runtime = Runtime(config, world=world, parts=[] if self.shape.sharded else [prefixes])
             await runtime.__aenter__()
             await runtime.register_kv_caches(cache.groups)
@@ -189,6 +192,7 @@ class SimEngine:
         self.prefix_cache = SimPrefixCache(self)
         if self.simulation.settings.model.shares:
             self.prefix_cache.share()
+            handing_on.accept(self)
 
     async def _unregister(self) -> bool:
         """Unregister each rank's cache, then overwrite its memory. Return True if that was safe on all ranks."""
@@ -224,9 +228,10 @@ class SimEngine:
             rank.look_up()
         return True
 
-    async def drain(self, deadline_s: float) -> None:
-        """Drain all ranks, in a task of this life."""
-        await self._on_all_ranks("drain", self._drain_bound_s(deadline_s), lambda runtime: runtime.drain(deadline_s))
+    async def drain(self, deadline_s: float, successor: Ticket | None = None) -> None:
+        """Drain all ranks, in a task of this life. `successor`: a ticket of the engine that takes this one's place."""
+        bound_s = self._drain_bound_s(deadline_s)
+        await self._on_all_ranks("drain", bound_s, lambda runtime: runtime.drain(deadline_s, successor=successor))
 
     async def forget(self, other: SimEngine) -> None:
         """Forget a peer on all ranks, in a task of this life."""
@@ -321,6 +326,8 @@ class SimEngine:
         self.running = False
         self.asleep = False
         """True while the cache is unregistered and its memory has another owner."""
+        self.hands_on = False
+        """True once this life has handed its prefixes on."""
         self.naps = 0
         self.ranks = []
         self.offers = {}

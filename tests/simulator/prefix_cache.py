@@ -143,6 +143,8 @@ class SimPrefixCache:
         """Number of prompts that the device has yet to write."""
         self._kept: dict[tuple[int, Path], Kept] = {}
         self._paths: dict[bytes, Path] = {}
+        self.prompts: list[SimPrompt] = []
+        """All prompts that the cache has had blocks of, the last one last."""
 
     # --- shared
 
@@ -242,8 +244,10 @@ class SimPrefixCache:
 
     def learn(self, prompt: SimPrompt) -> None:
         """Remember the keys of a prompt."""
+        self.prompts.append(prompt)
         for at, key in enumerate(prompt.keys(SPAN)):
             self._paths[key] = prompt.path((at + 1) * SPAN)
+            self.simulation.prompt_of_key[key] = prompt.cut((at + 1) * SPAN)
 
     def has(self, group: int, path: Path) -> bool:
         return (group, path) in self._kept

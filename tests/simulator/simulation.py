@@ -24,11 +24,11 @@ from kvflow.testing.network_conditions import CALM
 from kvflow.testing.simulated_network import Network, SimFlight
 from kvflow.testing.virtual_loop import Deadlock, SimProcess, SimProcessState, VirtualLoop, new_virtual_loop
 from kvflow.transport.inproc import Row, flip_byte
-from tests.simulator import loading, offering, sharing
+from tests.simulator import handing_on, loading, offering, sharing
 from tests.simulator.actions import FAULTS, nap, pause_machine, pick, retrain
 from tests.simulator.checks import check_changed, check_quiet
 from tests.simulator.engine import SimEngine
-from tests.simulator.prompts import Prompts
+from tests.simulator.prompts import Prompts, SimPrompt
 from tests.simulator.routing import request
 from tests.simulator.settings import Settings, draw_settings
 from tests.simulator.work import LoadPlan, RankLoad, SimOffer, SimRank
@@ -76,6 +76,10 @@ class Simulation:
         self.network = Network(loop, rng, self.note, self._landing, self._landed)
         self.engines = [SimEngine(self, shape, index) for index, shape in enumerate(settings.shapes)]
         self.prompts = Prompts()
+        self.prompt_of_key: dict[bytes, SimPrompt] = {}
+        """The prefix that each key of an engine's prefix cache stands for."""
+        self.handed_on = 0
+        """Number of prefixes that engines were offered by engines that leave."""
         self.weights = 0
         """Number of the newest weights that an engine has."""
         self.on_pin: Callable[[SimEngine], None] = lambda _: None
@@ -325,7 +329,8 @@ class Simulation:
     async def reopen(self, engine: SimEngine, drain_s: float | None) -> None:
         """Close an engine and start its next process. If memory may still be written, the old process crashes."""
         if drain_s is not None:
-            await engine.drain(drain_s)
+            successor = await handing_on.hand_on(engine) if self.settings.model.shares else None
+            await engine.drain(drain_s, successor)
         closed, life = await engine.close(), engine.life
 
         def end() -> None:

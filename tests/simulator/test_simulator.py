@@ -22,6 +22,7 @@ SEEDS = budget(48, 192)
 SEEDS_TWICE = budget(2, 8)
 RETRAINED_SEEDS = budget(32, 96)
 EXTENDED_SEEDS = budget(32, 96)
+HANDING_ON = (18, 23, 33, 65, 87, 89)
 _RETRAINED_SEED = 6 * 96
 _EXTENDED_SEED = 3 * 21 * 32
 
@@ -72,6 +73,17 @@ def test_loads_get_blocks_while_they_run() -> None:
     assert counts["load: ok"] > 4 * EXTENDED_SEEDS, counts
 
 
+@pytest.mark.budget
+def test_prefixes_that_are_handed_on_are_those_of_their_keys() -> None:
+    """Engines that drain hand their prefixes on first, while faults strike them and their successors."""
+    counts: Counter[str] = Counter()
+    for seed in HANDING_ON:
+        result = simulate(seed)
+        assert result.violation is None, describe(result)
+        counts += result.counts
+    assert counts["hand on: taken"] >= len(HANDING_ON), counts
+
+
 def every_kind() -> set[str]:
     """Return the names of all counts that a large workload must have: kinds of endings and of faults."""
     endings = ("ok", "quarantined", "CancelledError", "DeadlineExceeded", "LeaseExpired", "TransferFailed")
@@ -81,6 +93,7 @@ def every_kind() -> set[str]:
     wanted |= {f"load: {kind}" for kind in ("verified", "repaired", "unverified", "flipped, and nobody looked")}
     wanted |= {"pause", "offer: forgotten", "offer: told of tokens without blocks", "offer: rendezvous"}
     wanted |= {f"{what}: found" for what in ("pull", "seek")} | {"pull: nothing", "seek: nothing"}
+    wanted |= {"hand on: taken", "hand on: refused"}
     wanted |= {"pull: a source failed", "pull: several holders", "pull: quarantined", "prefix: reclaimed"}
     wanted |= {f"strike: {action.__name__.replace('_', ' ')}" for _, action in STRIKES}
     return wanted | {f"fault: {action.__name__.replace('_', ' ')}" for _, action in FAULTS}

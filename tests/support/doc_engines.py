@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,8 @@ import kvflow.observe.prometheus as prometheus
 from kvflow import Config, LeaseOutcome, LoadRequest, Runtime, ServeRequest
 from kvflow.connector.step import Step
 from kvflow.connector.worker import ConnectorWorker
+from kvflow.prefix import Prefixes, prefix_keys
+from kvflow.prefix.testing import FakePrefixCache
 from kvflow.runtime.world import World
 from kvflow.testing import InprocCluster, InprocNetwork, InprocTransport, TestEngine
 
@@ -128,6 +130,48 @@ async def synchronous_tutorial(cluster: InprocCluster, patch: pytest.MonkeyPatch
     assert names["aborted"] is LeaseOutcome.READ
 
 
+class PromptCache(FakePrefixCache):
+    """The prefix cache of hand-on.md: blocks are given from the first one on, and never reused."""
+
+    def __init__(self) -> None:
+        super().__init__(16)
+        self._given = 0
+        self._prompts: list[list[bytes]] = []
+
+    def count(self, keys: Sequence[bytes]) -> int:
+        return next((at for at, key in enumerate(keys) if key not in self._blocks_of), len(keys))
+
+    def free_blocks(self, count: int) -> list[int]:
+        self._given += count
+        return [*range(self._given - count, self._given)]
+
+    def put_keys(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        for at, key in enumerate(keys[: len(block_ids)]):
+            self._blocks_of[key] = tuple(block_ids[: at + 1])
+        self._prompts.append([*keys])
+
+    def recent_keys(self) -> list[list[bytes]]:
+        return self._prompts[::-1]
+
+
+@asynccontextmanager
+async def hand_on(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterator[Names]:
+    """For hand-on.md: afterwards an engine leaves, and its successor has pulled its prompts."""
+    names: Names = {"kvflow": kvflow, "PromptCache": PromptCache}
+    yield names
+    (old, old_cache), (new, new_cache) = [(Prefixes(), PromptCache()) for _ in range(2)]
+    async with (
+        cluster.engine("old", size=SIZE, parts=[old]) as leaving,
+        cluster.engine("new", size=SIZE, parts=[new]) as successor,
+    ):
+        old.share(old_cache)
+        keys = prefix_keys(range(2 * 16), 16)
+        old_cache.put_keys(keys, old_cache.free_blocks(2))
+        names["take_over"](new, new_cache, leaving.runtime.address)
+        assert await names["leave"](leaving.runtime, old, old_cache, successor.runtime.address) == 2 * 16
+        assert new_cache.recent_keys() == [keys]
+
+
 @asynccontextmanager
 async def vllm(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterator[Names]:
     """For vllm.md: HTTP clients of two servers, as a router has them, answered by real runtimes."""
@@ -183,6 +227,7 @@ async def embedding(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncI
 SURROUNDINGS: dict[str, Surroundings] = {
     "docs/connectors.md": connectors,
     "docs/embedding.md": embedding,
+    "docs/hand-on.md": hand_on,
     "docs/operations.md": operations,
     "docs/security.md": security,
     "docs/tutorials/asyncio.md": asyncio_tutorial,

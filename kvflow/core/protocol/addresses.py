@@ -68,6 +68,12 @@ class PeerAddress:
         checks.normalize_fields(self, RequestError)
 
 
+def peer_at(at: Address) -> PeerAddress:
+    """Return the rank at `at` as a `PeerAddress`. Raise RequestError if no rank can have that address."""
+    dp, pp, tp = at.rank
+    return PeerAddress(engine_id=at.engine_id, address=at.address, dp_rank=dp, pp_rank=pp, tp_rank=tp)
+
+
 def agent_name(engine_id: str, rank: Rank, incarnation: str) -> str:
     """Return the name of a rank's transport agent, unique to one registration of the rank's cache (`incarnation`)."""
     return f"{engine_id}/{rank.dp}.{rank.pp}.{rank.tp}#{incarnation}"

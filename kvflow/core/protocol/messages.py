@@ -92,6 +92,9 @@ class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
     awaits_removal: bool = False
     """True if the reader is to answer once it has removed the rank's agent, so that none of the rank's memory is mapped
     there. Older readers answer at once."""
+    successor: Address | None = None
+    """The rank that takes this rank's place, if there is one. Only readers that say so go there: a notice may be
+    forged. Older readers ignore it."""
 
 
 class LeaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_lease"):

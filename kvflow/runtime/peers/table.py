@@ -12,6 +12,7 @@ evicted first when `Limits.peers_max` is reached. A timer also evicts peers that
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from kvflow.core.policy.circuit import NEVER_FAILED, BackOff, Circuit, after_fai
 from kvflow.core.policy.contacts import Contact
 from kvflow.core.policy.states import PeerEvent, PeerState
 from kvflow.core.protocol import messages
-from kvflow.core.protocol.addresses import Address
+from kvflow.core.protocol.addresses import Address, PeerAddress, peer_at
 from kvflow.core.protocol.messages import LeaseAnswerState
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import (
@@ -37,6 +38,7 @@ from kvflow.errors import (
     PeerNotReady,
     PeerUnreachable,
     ProtocolError,
+    RequestError,
     RuntimeBroken,
     RuntimeClosed,
 )
@@ -53,6 +55,7 @@ logger = logger_of(__name__)
 _FIRST_PAUSE_S, _PAUSE_MAX_S = 0.005, 0.2
 _UNREACHABLE_MAX = 3  # failures in a row: a listener that has too many connections drops all
 _LOGGED_MAX = 1024
+_SUCCESSORS_MAX = 1024
 
 T = TypeVar("T")
 
@@ -101,6 +104,8 @@ class Peers:
         self._own = (context.local.caller, context.incarnation)
         self._logged: BoundedMap[tuple[str, str], None] = BoundedMap(_LOGGED_MAX)
         """Bounded set of (address or engine id, text) for which a warning was logged."""
+        self.successors: BoundedMap[tuple[str, Rank], PeerAddress] = BoundedMap(_SUCCESSORS_MAX)
+        """For each rank that has closed, by engine id and rank: the rank that takes its place, as its goodbye said."""
         self._sweep_alarm = Alarm(context.clock, self._evict_idle)
         self._closed = False
 
@@ -274,6 +279,9 @@ class Peers:
             connection = peer.connection
             # Without the address, since one rank may be known by several. A goodbye that is late changes nothing (I4).
             if peer.at[:2] == goodbye.sender[:2] and connection and connection.incarnation == goodbye.incarnation:
+                if goodbye.successor is not None:
+                    with contextlib.suppress(RequestError):  # of an address that no rank has
+                        self.successors[peer.at[:2]] = peer_at(goodbye.successor)
                 self._disconnect(peer, "break", "the peer closes")
                 removal = self._agents.removal(connection.agent)
         return removal
@@ -415,6 +423,7 @@ class Peers:
         past.extend(other for other in others if other is not None and other not in past)
         peer.fire("connected")
         peer.connection = connection
+        self.successors.pop(peer.at[:2], None)
         self._note_twins(peer, connection.incarnation)
         peer.was_connected = True
         peer.tried_incarnations = {connection.incarnation}

@@ -37,6 +37,8 @@ class Goodbyes:
         self._incarnation = context.incarnation
         self._local = context.local
         self._who = f"engine {context.config.engine_id!r} ({context.rank})"
+        self.successor: Address | None = None
+        """The rank that takes this rank's place, for all goodbyes; None if there is none."""
         self._readers: BoundedMap[Address, None] = BoundedMap(context.config.limits.readers_max)
 
     @property
@@ -70,7 +72,11 @@ class Goodbyes:
         """Send a goodbye to the reader at `caller`. If that fails, forget the reader."""
         own, fingerprint = self._local.caller, self._local.compatibility.fingerprint()
         goodbye = messages.Goodbye(
-            target=caller, sender=own, incarnation=self._incarnation, awaits_removal=self._awaits_removal
+            target=caller,
+            sender=own,
+            incarnation=self._incarnation,
+            awaits_removal=self._awaits_removal,
+            successor=self.successor,
         )
         try:
             await self._side_channel.ask(goodbye, fingerprint=fingerprint)

@@ -12,6 +12,7 @@ does not: *news*.
 | the lease ended lately | ended | ended |
 | the request went to another engine | failed: the pending ticket of that engine | ended |
 | this rank opens no further leases | refused | ended |
+| the same, and an engine takes this one's place | failed: a pending ticket of that engine | ended |
 | none of these | the question waits | ended |
 
 If the reader knows the lease, the answer has news in three cases: the lease is complete (the answer has its payload),
@@ -85,6 +86,9 @@ class LeaseAnswers:
         """
         self._redirects = BoundedMap[str, messages.LeaseAnswer](_KEPT_ANSWERS_MAX)
         """Answers by request id, for requests that the router sent to another engine, as recorded by `redirect`."""
+        self._successor_params: Callable[[str], bytes] | None = None
+        """Function that takes a request id and returns the encoded pending ticket for the engine that takes this one's
+        place; None if there is no such engine."""
         self.refusal_reason = ""
         """Reason why this rank opens no further leases; "" while it still opens leases."""
 
@@ -133,12 +137,14 @@ class LeaseAnswers:
             if reply is not None:
                 self._reply(waiting, reply)
 
-    def refuse_questions(self, why: str) -> None:
+    def refuse_questions(self, why: str, successor_params: Callable[[str], bytes] | None = None) -> None:
         """Refuse questions about leases that are not open, those that wait now and all later ones.
 
-        `why`: reason why this rank opens no further leases, for the refusals.
+        `why`: reason why this rank opens no further leases, for the refusals. `successor_params`: takes a request id,
+        and returns the encoded pending ticket with which readers go on at another engine instead; empty to refuse them.
+        An earlier one is kept.
         """
-        self.refusal_reason = why
+        self.refusal_reason, self._successor_params = why, successor_params or self._successor_params
         for request_id in list(self._of_request):
             self.answer_waiting(request_id)
 
@@ -164,6 +170,8 @@ class LeaseAnswers:
             return _ENDED
         if request_id in self._redirects:
             return self._redirects[request_id]
+        if self._successor_params is not None and (instead := self._successor_params(request_id)):
+            return _failed_answer(self.refusal_reason, instead)
         if self.refusal_reason:
             return refusal(self.refusal_reason, transient=True)
         return None

@@ -114,6 +114,20 @@ def test_peers_without_mapped_memory_understand_those_with_it() -> None:
     assert codec.decode_reply(codec.encode(read_then)) == METADATA
 
 
+def test_a_goodbye_with_a_successor_is_understood_by_peers_that_know_none() -> None:
+    """And the other way round."""
+    place = Address("engine", Rank(0, 0, 0), "tcp://127.0.0.1:1")
+    goodbye = messages.Goodbye(target=place, sender=place, incarnation="0")
+    fields = [(one.name, one.type) for one in msgspec.structs.fields(goodbye) if one.name != "successor"]
+    older = msgspec.defstruct("Goodbye", fields, tag="goodbye", frozen=True, kw_only=True)
+    successor = Address("other", Rank(0, 0, 1), "tcp://127.0.0.1:2")
+    sent_now = codec.encode(replace(goodbye, successor=successor))
+    assert codec.decode_request(sent_now) == replace(goodbye, successor=successor)
+    read_then = msgspec.msgpack.decode(sent_now, type=older)
+    assert msgspec.structs.asdict(read_then) == {name: getattr(goodbye, name) for name, _ in fields}
+    assert codec.decode_request(codec.encode(read_then)) == goodbye
+
+
 @each(("kind", "sent_as"), itertools.product(DECODERS, repeat=2))
 def test_messages_survive_the_wire_and_are_of_one_kind(kind: str, sent_as: str) -> None:
     decode, _ = DECODERS[kind]
