@@ -55,7 +55,7 @@ class HandedOnPrefix:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class HandOnOffer:
     """An offer of this engine's prefixes to a successor."""
 
     hand_on_id: str
@@ -97,12 +97,12 @@ class HandingOn:
 
     def __init__(self, host: PartHost, counts: dict[str, int]) -> None:
         self._peers, self._context, self._counts = host.peers, host.context, counts
-        self._offer: Offer | None = None
+        self._offer: HandOnOffer | None = None
         """The offer under way."""
 
     def checked(
         self, prefixes: Sequence[Sequence[bytes]], *, key_tokens: int, bytes_max: int, within_s: float
-    ) -> Offer:
+    ) -> HandOnOffer:
         """Return the arguments of `Prefixes.hand_on`, or raise RequestError if one is invalid.
 
         UsageError if another offer is under way.
@@ -113,7 +113,7 @@ class HandingOn:
         seconds = checks.seconds(within_s, "hand_on: within_s")
         if seconds > WAIT_S_MAX:
             raise RequestError(f"hand_on: within_s: expected at most {WAIT_S_MAX:g}, got {seconds:g}")
-        return Offer(
+        return HandOnOffer(
             hand_on_id=self._context.token_hex(16),
             prefixes=[checked_keys(keys, f"hand_on: prefixes[{at}]") for at, keys in enumerate(prefixes)],
             key_tokens=checks.whole(key_tokens, "hand_on: key_tokens", least=1),
@@ -121,7 +121,7 @@ class HandingOn:
             within_s=seconds,
         )
 
-    async def send(self, successor: Address, offer: Offer) -> HandOnReport:
+    async def send(self, successor: Address, offer: HandOnOffer) -> HandOnReport:
         """Send an offer to the rank `successor`, and wait until it has pulled the prefixes. PeerError if it has not."""
         local, engine_id = self._context.local, self._context.config.engine_id
         question = HandOnRequest(
