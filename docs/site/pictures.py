@@ -305,7 +305,7 @@ def peers(theme: Theme) -> str:
     panels: dict[str, dict[str, float | None]] = {
         f"{size}, {transport}: ms": {row["contender"]: 1e3 * row["median_s"] for row in of_this_load("speed")},
         "the loop is late, ms (p99)": {name: 1e3 * row["lag_p99_s"] for name, row in lags.items()},
-        "MB that land after a cancel was said to be safe": {name: row["landed_mb"] for name, row in cancels.items()},
+        "MB that land after a cancel": {name: row["landed_mb"] for name, row in cancels.items()},
     }
     contenders = [name for name in names if any(name in values for values in panels.values())]
     top, row_high, left, wide = 70.0, 30.0, 235.0, 150.0
@@ -320,12 +320,15 @@ def peers(theme: Theme) -> str:
             if place == 0:
                 canvas.text(20, y + 14, names[name].strip("*"), size=13, bold=name == figures["KVFLOW"])
             if value is None:
-                canvas.text(at, y + 14, "not measured", size=12, color=theme.faint)
+                blocks = place == 1 and any(row["contender"] == name for row in of_this_load("speed"))
+                why = "its loop is blocked" if blocks else "not measured"
+                canvas.text(at, y + 14, why, size=12, color=theme.faint)
                 continue
             color = theme.a if name == figures["KVFLOW"] else theme.faint
             length = max(wide * value / largest if largest else 0.0, 1.0)
             canvas.box(at, y + 3, length, 14, color)
-            canvas.text(at + length + 6, y + 14, f"{value:,.1f}" if value < 10 else f"{value:,.0f}", size=12)
+            label = f"{value:,.1f}" if 0 < value < 10 else f"{value:,.0f}"
+            canvas.text(at + length + 6, y + 14, label, size=12)
     machine = measured["machine"]
     note, color = f"Shorter is better. {machine['cpus']} cores, no GPU; medians.", theme.faint
     if machine["load_average_1m"] > LOAD_MAX:
