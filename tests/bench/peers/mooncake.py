@@ -29,7 +29,7 @@ from tests.bench.transfer.ranks import Job
 
 _HOST = "127.0.0.1"
 _RANGES_MAX = 1024
-"""Ranges in one call: with some thousands under way at once, calls end with -1 here. More are several calls in turn."""
+"""Ranges in one call; more are several calls in turn (findings/mooncake_many_ranges_in_one_call_fail.sh)."""
 SYSTEM_LIBRARIES = ("libnl-3.so.200", "libnl-route-3.so.200", "libibverbs.so.1")
 """In the order in which they need each other."""
 _NO_DEVICE = ""
