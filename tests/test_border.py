@@ -263,6 +263,7 @@ RIGHT: dict[type, tuple[dict[str, Any], type[InvalidInput]]] = {
             "verify": True,
             "num_tokens": 4,
             "keep_offer": False,
+            "extends": False,
             "cached_tokens": 0,
             "again": bring_nothing,
             "again_max": 1,
