@@ -35,8 +35,8 @@ WORKER_WAIT_S = 30.0
 PROBE_S = 0.5
 RELEASE_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
-MESSAGES = {
-    "prefill": msgspec.json.Decoder(Offered | Failure),
+MESSAGES: dict[str, msgspec.json.Decoder[Offered | Step | Failure]] = {
+    "prefill": msgspec.json.Decoder[Offered | Step | Failure](Offered | Failure),
     "decode": msgspec.json.Decoder[Offered | Step | Failure](Step | Failure),
 }
 
