@@ -270,7 +270,7 @@ async def land_while_the_device_writes(*_: Any) -> None:
     """A load does not wait for the last device work of its blocks' former owner."""
 
 
-@mutation("I2", 1329, "sleeps")
+@mutation("I2 I9", 1329, "sleeps")
 def keep_the_incarnation(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that is registered again is served under the name of the previous registration."""
     real, names = Registration.__init__, dict[object, str]()
