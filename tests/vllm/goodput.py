@@ -207,7 +207,8 @@ class Fleet:
             for turn, address in enumerate(addresses):
                 others = [other for other in addresses if other != address]
                 own = {"listen": address, **({"prefix_peers": others} if more.get("share_prefixes") else {})}
-                made[turn] = replace(made[turn], extra=(*made[turn].extra, *own.items()))
+                both = replace(made[turn], role="kv_both") if more.get("share_prefixes") else made[turn]
+                made[turn] = replace(both, extra=(*made[turn].extra, *own.items()))
         decode = setup_of(name, "consumer", 1, port=port)
         return cls(name, [Server.start(setup) for setup in made], Server.start(decode))
 
