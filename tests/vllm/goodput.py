@@ -206,8 +206,9 @@ class Fleet:
             addresses = [f"tcp://127.0.0.1:{one}" for one in ports]
             for turn, address in enumerate(addresses):
                 others = [other for other in addresses if other != address]
-                own = {"listen": address, **({"prefix_peers": others} if more.get("share_prefixes") else {})}
-                both = replace(made[turn], role="kv_both") if more.get("share_prefixes") else made[turn]
+                shares = bool(more.get("share_prefixes"))
+                own = {"listen": address, **({"prefix_peers": others} if shares else {})}
+                both = replace(made[turn], role="kv_both", policy="recompute") if shares else made[turn]
                 made[turn] = replace(both, extra=(*made[turn].extra, *own.items()))
         decode = setup_of(name, "consumer", 1, port=port)
         return cls(name, [Server.start(setup) for setup in made], Server.start(decode))
