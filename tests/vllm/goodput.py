@@ -167,7 +167,7 @@ async def ask(client: httpx.AsyncClient, prompt: Prompt, salt: str) -> Answer:
 async def drive(
     url: str,
     prompts: Sequence[Prompt],
-    salt_of: Callable[[int], str],
+    salt_of: Callable[..., str],
     starts_s: Sequence[float],
     meanwhile: Callable[[], Coroutine[None, None, None]] | None = None,
 ) -> list[tuple[Answer, str]]:
@@ -269,9 +269,7 @@ def rates(options: argparse.Namespace, bounds: Bounds) -> Iterator[Row]:
             starts_s = arrivals(rate, options.seconds, seed=turn)
             for fleet in fleets[turn % len(fleets) :] + fleets[: turn % len(fleets)]:
                 fleet.signal(signal.SIGCONT)
-                found = asyncio.run(
-                    drive(routers[fleet.name], prompts, lambda index: f"{rate} {index}", starts_s)  # noqa: B023
-                )
+                found = asyncio.run(drive(routers[fleet.name], prompts, f"{rate} {{}}".format, starts_s))
                 fleet.signal(signal.SIGSTOP)
                 yield Row.of(f"{rate:g}/s", fleet.name, found, options.seconds, bounds)
 
@@ -294,8 +292,7 @@ def killed(options: argparse.Namespace, bounds: Bounds) -> Iterator[Row]:
                     await asyncio.to_thread(victim.kill)
                     fleet.producers[0] = Server.start(victim.setup, port=victim.port)
 
-                salts = lambda index: f"killed {index}"  # noqa: E731
-                found = asyncio.run(drive(url, prompts, salts, starts_s, kill_one))
+                found = asyncio.run(drive(url, prompts, "killed {}".format, starts_s, kill_one))
         finally:
             fleet.kill()
         yield Row.of("a prefill killed", name, found, options.killed_seconds, bounds)
@@ -316,7 +313,7 @@ def prefixes(options: argparse.Namespace, bounds: Bounds) -> Iterator[Row]:
             with fleet.router() as url:
                 warm_up(url, prompts, f"warm {label}")
                 starts_s = arrivals(options.prefix_rate, PROMPTS / options.prefix_rate, seed=7)[:PROMPTS]
-                found = asyncio.run(drive(url, prompts, lambda _: "shared", starts_s))
+                found = asyncio.run(drive(url, prompts, "shared".format, starts_s))
         finally:
             fleet.kill()
         yield Row.of("shared prefixes", f"kvflow, {label}", found, PROMPTS / options.prefix_rate, bounds)
@@ -324,7 +321,7 @@ def prefixes(options: argparse.Namespace, bounds: Bounds) -> Iterator[Row]:
 
 def warm_up(url: str, prompts: Sequence[Prompt], name: str) -> None:
     """Have the engines shake hands before anything is measured."""
-    asyncio.run(drive(url, prompts, lambda index: f"warm {name} {index}", [float(turn) for turn in range(WARM_UP)]))
+    asyncio.run(drive(url, prompts, f"warm {name} {{}}".format, [float(turn) for turn in range(WARM_UP)]))
 
 
 RUNS: dict[str, Callable[[argparse.Namespace, Bounds], Iterator[Row]]] = {
