@@ -9,8 +9,9 @@ one that a single engine gives. Run it in the environment of `python3 dev.py vll
 
 `rates`: one prefill and one decode engine of each contender, all alive; they take turns, and those that wait are
 stopped (SIGSTOP). `killed`: two prefill engines and a decode engine; one prefill engine is killed after a third of the
-time, and started again. `prefixes`: two prefill engines, and prompts that share their beginnings, with kvflow alone:
-with and without pulls from the other engine's cache.
+time, and started again; kvflow also with a router that has both compute each prompt, so that the decode engine takes
+the blocks of whichever lives. `prefixes`: two prefill engines, and prompts whose beginnings come back at the other
+engine: kvflow with and without pulls from the other engine's cache, and NixlConnector, which has none.
 
 NixlConnector is there as it comes, and with a progress thread that does not spin (tests/vllm/fair_nixl.py): the first
 keeps a core of each engine busy, which a machine of two cores does not have.
@@ -42,7 +43,7 @@ from tests.vllm.servers import NAME, ROOT, VERSION, Server, Setup, proxied
 CONTENDERS = ("kvflow", FAIR, "nixl")
 LENGTHS = (50, 100, 150, 300)
 PROMPTS, TOKENS = 16, 16
-SHARED, OWN, GROUPS = 256, 20, 4  # `prefixes`: tokens that prompts of a group share, and those that they do not
+SHARED, OWN, GROUPS = 256, 20, 8  # `prefixes`: tokens that prompts of a group share, and those that they do not
 WARM_UP = 4
 PATIENCE_S = 60.0
 """Seconds without a token after which a client hangs up: its request is lost."""
@@ -231,8 +232,8 @@ class Fleet:
                 server.kill()
 
     @contextmanager
-    def router(self) -> Iterator[str]:
-        with proxied(self.producers, self.consumer) as client:
+    def router(self, options: Sequence[str] = ()) -> Iterator[str]:
+        with proxied(self.producers, self.consumer, options=options) as client:
             yield str(client.base_url)
 
 
@@ -278,13 +279,15 @@ def killed(options: argparse.Namespace, bounds: Bounds) -> Iterator[Row]:
     """Two prefill engines; one is killed after a third of the time and started again at once."""
     prompts: list[Prompt] = []
     starts_s = arrivals(options.killed_rate, options.killed_seconds, seed=99)
-    for turn, name in enumerate(CONTENDERS):
+    contenders = [(name, name, ()) for name in CONTENDERS]
+    contenders.insert(1, ("kvflow, by both", "kvflow", ("--copies", "2")))
+    for turn, (label, name, router) in enumerate(contenders):
         fleet = Fleet.start(name, 2, 18800 + 60 * turn)
         try:
             fleet.wait_up()
             prompts = prompts or prompts_of(fleet.producers[0])
-            with fleet.router() as url:
-                warm_up(url, prompts, name)
+            with fleet.router(router) as url:
+                warm_up(url, prompts, label)
 
                 async def kill_one(fleet: Fleet = fleet) -> None:
                     await asyncio.sleep(options.killed_seconds / 3)
@@ -295,28 +298,33 @@ def killed(options: argparse.Namespace, bounds: Bounds) -> Iterator[Row]:
                 found = asyncio.run(drive(url, prompts, "killed {}".format, starts_s, kill_one))
         finally:
             fleet.kill()
-        yield Row.of("a prefill killed", name, found, options.killed_seconds, bounds)
+        yield Row.of("a prefill killed", label, found, options.killed_seconds, bounds)
 
 
 def prefixes(options: argparse.Namespace, bounds: Bounds) -> Iterator[Row]:
-    """Prompts of `GROUPS` shared beginnings, before two prefill engines that pull from one another, and that do not."""
-    for turn, (label, shares) in enumerate((("pulls", True), ("alone", False))):
-        fleet = Fleet.start("kvflow", 2, 19000 + 60 * turn, {"share_prefixes": shares} if shares else {})
+    """Prompts of `GROUPS` shared beginnings; each comes back once, after all the others, and at the other engine."""
+    contenders = (
+        ("kvflow, pulls", "kvflow", {"share_prefixes": True}),
+        ("kvflow, alone", "kvflow", {}),
+        (FAIR, FAIR, None),
+    )
+    for turn, (label, name, more) in enumerate(contenders):
+        fleet = Fleet.start(name, 2, 19100 + 60 * turn, more)
         try:
             fleet.wait_up()
             story = fleet.consumer.tokens((ROOT / "docs" / "architecture.md").read_text("utf-8"))
             prompts = []
-            for index in range(PROMPTS):
-                begin = 41 * (index // 2 % GROUPS)  # both engines get prompts of each group
+            for index in range(2 * GROUPS):
+                begin = 41 * ((index + index // GROUPS) % GROUPS)  # requests go to the two engines in turn
                 tokens = [*story[begin : begin + SHARED], *story[2000 + OWN * index :][:OWN]]
                 prompts.append(Prompt(tokens, fleet.consumer.text(tokens, TOKENS, cache_salt="alone", ignore_eos=True)))
             with fleet.router() as url:
                 warm_up(url, prompts, f"warm {label}")
-                starts_s = arrivals(options.prefix_rate, PROMPTS / options.prefix_rate, seed=7)[:PROMPTS]
+                starts_s = arrivals(options.prefix_rate, 4 * GROUPS / options.prefix_rate, seed=7)[: 2 * GROUPS]
                 found = asyncio.run(drive(url, prompts, "shared".format, starts_s))
         finally:
             fleet.kill()
-        yield Row.of("shared prefixes", f"kvflow, {label}", found, PROMPTS / options.prefix_rate, bounds)
+        yield Row.of("shared prefixes", label, found, 2 * GROUPS / options.prefix_rate, bounds)
 
 
 def warm_up(url: str, prompts: Sequence[Prompt], name: str) -> None:
@@ -341,7 +349,7 @@ def main() -> None:
     parser.add_argument("--prefix-rate", type=float, default=0.5)
     parser.add_argument("--ttft-ms", type=float, default=3000.0)
     parser.add_argument("--tpot-ms", type=float, default=150.0)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="a file to write; with --only it keeps the rows of the other runs")
     options = parser.parse_args()
     bounds = Bounds(options.ttft_ms / 1e3, options.tpot_ms / 1e3)
     print(f"vLLM {VERSION}; good: first token within {options.ttft_ms:g} ms, further ones {options.tpot_ms:g} ms each")
@@ -352,7 +360,9 @@ def main() -> None:
             print(row, flush=True)
     if options.json:
         setting = {key: value for key, value in vars(options).items() if key not in ("json", "only")}
-        found = {"vllm": VERSION, "settings": setting, "rows": [asdict(row) for row in rows]}
+        before = json.loads(options.json.read_text("utf-8"))["rows"] if options.only else []
+        kept = [row for row in before if row["run"] not in {new.run for new in rows}]
+        found = {"vllm": VERSION, "settings": setting, "rows": [*kept, *map(asdict, rows)]}
         options.json.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
 
 
