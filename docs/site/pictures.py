@@ -321,7 +321,7 @@ def peers(theme: Theme) -> str:
                 canvas.text(20, y + 14, names[name].strip("*"), size=13, bold=name == figures["KVFLOW"])
             if value is None:
                 blocks = place == 1 and any(row["contender"] == name for row in of_this_load("speed"))
-                why = "its loop is blocked" if blocks else "not measured"
+                why = "its loop is blocked" if blocks else "tcp only"
                 canvas.text(at, y + 14, why, size=12, color=theme.faint)
                 continue
             color = theme.a if name == figures["KVFLOW"] else theme.faint
