@@ -180,7 +180,8 @@ class ConnectorWorker:
         """Requests of which the offer is awaited, and no result of that is reported yet."""
         self._internal_error: BaseException | None = None
         self._saved: dict[str, _SavedPrompt] = {}
-        """Prompts that this rank offers, by request id, until the end of their leases is reported."""
+        """Prompts that this rank offers, by request id, until the end of their leases is reported. The loop's thread
+        writes it; `collect` only looks whether there are any, so a moment late is soon enough."""
         self._receiving: dict[str, _ReceivingRequest] = {}
         self._withdrawn: set[Lease] = set()
         """Leases that this worker has ended, and that hold their blocks until no read can succeed."""
@@ -308,8 +309,8 @@ class ConnectorWorker:
         """Return the loads, leases and questions to peers that have ended since the last call.
 
         Args:
-            wait_s: maximum seconds to wait for a result if there is none yet, and a load is under way. An engine that
-                has nothing to compute until a load ends leaves the processor to the load while it waits here.
+            wait_s: maximum seconds to wait for a result if there is none yet, and a load is under way or a prompt is
+                offered. An engine that has nothing to compute leaves the processor to others while it waits here.
 
         Returns:
             The results; none is returned twice.
@@ -327,7 +328,8 @@ class ConnectorWorker:
         return taken
 
     def _must_not_wait(self) -> bool:
-        return not (self._loading or self._awaiting) or self._results != _NO_RESULTS or self._internal_error is not None
+        expects_results = self._loading or self._awaiting or self._saved
+        return not expects_results or self._results != _NO_RESULTS or self._internal_error is not None
 
     @contextmanager
     def _reporting(self) -> Iterator[Results]:

@@ -99,8 +99,10 @@ logger = logger_of("vllm.kvflow")
 # vLLM 0.33 and later call workers before they unmap the cache's memory, and after they have mapped it again.
 _NOTIFIES_OF_SLEEP = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 _PREFIX_SETTINGS = "share_prefixes, prefix_peers or prefix_events"
-# vLLM steps again and again while a request waits for its load, and looks for new requests only between two steps.
-_IDLE_STEP_S = 0.002
+# vLLM steps again and again while a load or a lease is under way, and looks for new requests only between two steps. So
+# a step that computes nothing waits for a result: first briefly, then longer, since each step takes the processor from
+# the load itself, or from another engine of this machine.
+_IDLE_STEP_S, _IDLE_STEP_MAX_S = 0.002, 0.010
 _ANY_GRAMMAR = StructuredOutputsParams(json_object=True)
 _REFUSED = "this prompt is not the one that was prefilled"
 _COMPLETED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
@@ -262,6 +264,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         self._failed_blocks: set[int] = set()
         self._split = 1
         self._before_step: DeviceEvent | None = None
+        self._idle_step_s = _IDLE_STEP_S
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -601,7 +604,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _collect(self) -> Results:
         idle = self.has_connector_metadata() and cast(KVFlowMetadata, self._get_connector_metadata()).idle
-        results = self._worker.collect(_IDLE_STEP_S if idle else 0.0)
+        results = self._worker.collect(self._idle_step_s if idle else 0.0)
+        self._idle_step_s = min(2 * self._idle_step_s, _IDLE_STEP_MAX_S) if idle and results == Results() else _IDLE_STEP_S
         self._worker_report = self._worker_report.aggregate(
             KVFlowWorkerReport(found=results.found, refused=results.refused, offered=tuple(results.offered))
         )

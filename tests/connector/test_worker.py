@@ -661,6 +661,19 @@ def test_a_step_that_waits_for_a_load_is_woken_by_its_end(pair: Pair) -> None:
     pair.prefill.until_read()
 
 
+def test_a_step_that_waits_for_a_lease_is_woken_by_its_end(pair: Pair) -> None:
+    prefill, decode = pair.prefill, pair.decode
+    params = prefill.prefill()
+    prefill.step()  # the router has the ticket
+    prefill.on_loop(lambda: None)  # and the loop has looked at the step
+    with waiting_step(prefill) as results:
+        decode.receive(params, [5, 6])
+        decode.until_loaded()
+        found = results.result(WAIT_S)
+    assert (found.leases, found.sent) == ([("r", LeaseOutcome.READ)], {"r"})
+    prefill.scheduler.update_from_workers(received=found.received, sent=found.sent)
+
+
 def test_a_step_that_waits_for_a_load_is_woken_by_a_bug(pair: Pair) -> None:
     decode = pair.decode
     begin_held(pair.prefill, decode)
@@ -674,7 +687,7 @@ def test_a_step_that_waits_for_a_load_is_woken_by_a_bug(pair: Pair) -> None:
     pair.prefill.until_read()
 
 
-def test_a_step_waits_no_longer_than_it_may_and_not_without_a_load(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_waits_no_longer_than_it_may_and_not_for_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     decode, waits = pair.decode, list[float | None]()
     wait = decode.worker._reported.wait
     with monkeypatch.context() as patched:

@@ -105,7 +105,8 @@ def test_a_scheduler_that_knows_only_some_ranks_is_refused() -> None:
     """Torchrun's way, external_launcher: each rank has a scheduler, which would offer only its own blocks."""
     connector = KVFlowConnector.__new__(KVFlowConnector)
     connector._scheduler = ConnectorScheduler(scheduling_of(vllm_config(), [FULL]), new_secret=lambda: "secret")
-    with Runtime(Config(engine_id="prefill", transport="inproc", tp_size=2, num_kv_heads=4)) as runtime:
+    config = Config(engine_id="prefill", listen="tcp://127.0.0.1:0", transport="inproc", tp_size=2, num_kv_heads=4)
+    with Runtime(config) as runtime:
         cache = {"layers.0": torch.zeros(2, 4, 2, 16, 8)}
         runtime.register_kv_caches(cache, CacheLayout.infer(cache, order="HND", block_size=16))
         ticket = ConnectorWorker(runtime).introduction()
