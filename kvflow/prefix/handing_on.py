@@ -168,9 +168,13 @@ class TakingOver:
     ) -> None:
         self._peers, self._context, self._counts = host.peers, host.context, counts
         self._token_bytes = max(token_size_bytes(host.context.local), 1)
-        self._take, self._predecessors = take, predecessors
+        self.accept(take, predecessors)
         self._offers: dict[str, asyncio.Task[None]] = {}
         """Tasks that carry out offers, by the ids of the offers."""
+
+    def accept(self, take: TakePrefix, predecessors: Collection[str] | None) -> None:
+        """Pull further prefixes by `take`, and accept further offers of the engines at `predecessors` alone."""
+        self._take, self._predecessors = take, predecessors
 
     def close(self) -> None:
         """Cancel all offers under way. Their senders get a refusal."""

@@ -246,9 +246,10 @@ class Prefixes(Part):
         return await self._handing_on.send(await questions.find_rank(successor), offer)
 
     def accept(self, take: TakePrefix, *, predecessors: Sequence[str] | None) -> None:
-        """Take over the prefixes of leaving engines, until the KV cache is unregistered. A second call replaces both.
+        """Take over the prefixes of leaving engines, until the KV cache is unregistered.
 
-        Without this call a leaving engine's offer is refused.
+        Without this call a leaving engine's offer is refused. A further call replaces both arguments; offers that have
+        been accepted go on.
 
         Args:
             take: function of this engine, called on the runtime's loop for each offered prefix. It pulls the prefix
@@ -270,9 +271,10 @@ class Prefixes(Part):
         if predecessors is not None:
             given = checked_peers(predecessors, "accept: predecessors")
             known = frozenset(side_channel_address(one, "accept: predecessors") for one in given)
-        if self._taking_over is not None:
-            self._taking_over.close()
-        self._taking_over = TakingOver(host, self._counts, take, known)
+        if self._taking_over is None:
+            self._taking_over = TakingOver(host, self._counts, take, known)
+        else:
+            self._taking_over.accept(take, known)
 
     @property
     def statistics(self) -> PrefixStatistics | None:

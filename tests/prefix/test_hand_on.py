@@ -291,6 +291,25 @@ async def test_a_successor_that_closes_meanwhile_says_so(old: ChatEngine, new: C
     await closing
 
 
+async def test_an_offer_goes_on_when_other_predecessors_are_named(old: ChatEngine, new: ChatEngine) -> None:
+    """Predecessors come and go. The offer's other prefixes are pulled by the new function."""
+    new.engine.transport.faults.hold = True
+    handing_on = asyncio.ensure_future(old.hand_on(new))
+    await until(lambda: new.engine.transport.held)
+    pulled = list[HandedOnPrefix]()
+
+    async def take(offered: HandedOnPrefix) -> int | None:
+        pulled.append(offered)
+        return await new.take(offered)
+
+    new.prefixes.accept(take, predecessors=["tcp://10.0.0.7:5600"])
+    new.engine.transport.faults.hold = False
+    new.engine.transport.perform()
+    assert ((await handing_on).prefixes, len(pulled)) == (3, 2)
+    with pytest.raises(PeerRefused, match="takes over no prefixes"):
+        await old.hand_on(new)
+
+
 async def test_a_function_of_the_engine_that_fails_ends_the_offer(old: ChatEngine, new: ChatEngine) -> None:
     async def fail(_: HandedOnPrefix) -> int:
         raise ValueError("no blocks")

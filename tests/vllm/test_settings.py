@@ -409,7 +409,7 @@ def test_a_sleep_unregisters_the_cache_and_waking_introduces_its_ranks_anew() ->
     cache = torch.zeros(2, 4, 2, 16, 8)
     layout = CacheLayout.infer({"layers.0": cache}, order="HND", block_size=16)
     peers = PrefixPeers(prefixes=Prefixes())
-    with Runtime(Config(engine_id="prefill", transport="inproc"), parts=[peers.prefixes]) as runtime:
+    with Runtime(Config(engine_id="prefill", listen="tcp://127.0.0.1:0", transport="inproc"), parts=[peers.prefixes]) as runtime:
         worker, scheduler = (KVFlowConnector.__new__(KVFlowConnector) for _ in range(2))
         worker._runtime, worker._worker, worker._vllm_config = runtime, ConnectorWorker(runtime, peers), config
         worker._role, worker._groups, worker._shares_prefixes = KVConnectorRole.WORKER, (FULL,), True
@@ -470,7 +470,7 @@ def test_what_workers_show_stock_readers_goes_to_all_of_them_with_the_next_step(
     made, seen = ConnectorScheduler(scheduling_of(vllm_config(), [FULL]), new_secret=lambda: "secret"), list[Any]()
     scheduler._scheduler, worker._role = made, KVConnectorRole.WORKER
     worker._ranks = SimpleNamespace(show=seen.append)  # type: ignore[assignment]
-    with Runtime(Config(engine_id="prefill", transport="inproc")) as runtime:
+    with Runtime(Config(engine_id="prefill", listen="tcp://127.0.0.1:0", transport="inproc")) as runtime:
         cache = {"layers.0": torch.zeros(2, 4, 2, 16, 8)}
         runtime.register_kv_caches(cache, CacheLayout.infer(cache, order="HND", block_size=16))
         ticket = ConnectorWorker(runtime).introduction()
@@ -529,7 +529,8 @@ def test_vllm_is_told_of_a_prompt_that_was_not_offered_only_once_its_request_has
     """It would free the blocks of the request, which goes on."""
     cache = torch.zeros(2, 4, 2, 16, 8)
     layout = CacheLayout.infer({"layers.0": cache}, order="HND", block_size=16)
-    with Runtime(Config(engine_id="prefill", transport="inproc", limits=Limits(leases_max=1))) as runtime:
+    limits = Limits(leases_max=1)
+    with Runtime(Config(engine_id="prefill", listen="tcp://127.0.0.1:0", transport="inproc", limits=limits)) as runtime:
         runtime.register_kv_caches({"layers.0": cache}, layout)
         runtime.serve_blocks(ServeRequest("full", [1], 16))
         worker = KVFlowConnector.__new__(KVFlowConnector)
