@@ -44,7 +44,8 @@ class PrefillWorker:
         self._runtime = runtime
         self._start_task = start_task
         self._groups = LayerGroups(engine)
-        self._neighbours = Neighbours(engine, runtime, prefixes, start_task) if prefixes is not None else None
+        self.neighbours = Neighbours(engine, runtime, prefixes, start_task) if prefixes is not None else None
+        """The prompts that this worker shares with others; None without `prefixes`."""
         self._offers: dict[str, Offer] = {}
 
     async def prefill(self, request: PrefillRequest) -> kvflow.Lease:
@@ -58,8 +59,8 @@ class PrefillWorker:
         async with AsyncExitStack() as blocks:
             block_ids = await blocks.enter_async_context(self._engine.reserve(len(request.prompt)))
             start = 0
-            if self._neighbours is not None:
-                start = await self._neighbours.pull(request, block_ids, blocks)
+            if self.neighbours is not None:
+                start = await self.neighbours.pull(request, block_ids, blocks)
             lease = self._runtime.serve_blocks(
                 kvflow.ServeRequest(
                     request.offer_id or kvflow.secret_id(request.request_id),
@@ -91,8 +92,8 @@ class PrefillWorker:
             lease.fail(f"{type(error).__name__}: {error}")
             raise
         lease.complete(FirstToken(token=token).written())
-        if self._neighbours is not None:
-            self._neighbours.add(request.prompt, block_ids)
+        if self.neighbours is not None:
+            self.neighbours.add(request.prompt, block_ids)
         return token
 
     async def _keep_blocks(

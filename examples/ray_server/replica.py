@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,8 @@ from paged_engine.weights import MODEL_NAME
 
 from kvflow import Part
 from kvflow.ray import Lifetime, RayMetrics, ReplicaRuntime
+
+HandOn = Callable[[float], Awaitable[object]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +37,14 @@ class ReplicaComponents:
 
 
 class Replica:
-    """Engine and runtime of one replica, from `open` to `close`."""
+    """Engine and runtime of one replica, from `open` to `close`.
 
-    def __init__(self, checkpoint: str, parts: Sequence[Part] = ()) -> None:
+    `hand_on` is called before the replica drains, with the seconds that it may take.
+    """
+
+    def __init__(self, checkpoint: str, parts: Sequence[Part] = (), hand_on: HandOn | None = None) -> None:
         logging.getLogger("openai_server").setLevel(logging.INFO)
-        self._lifetime = Lifetime(_open_components(Path(checkpoint), parts), "replica")
+        self._lifetime = Lifetime(_open_components(Path(checkpoint), parts, hand_on), "replica")
         self._components: ReplicaComponents | None = None
 
     async def open(self) -> ReplicaComponents:
@@ -75,7 +80,9 @@ class Replica:
 
 
 @asynccontextmanager
-async def _open_components(checkpoint: Path, parts: Sequence[Part]) -> AsyncIterator[ReplicaComponents]:
+async def _open_components(
+    checkpoint: Path, parts: Sequence[Part], hand_on: HandOn | None
+) -> AsyncIterator[ReplicaComponents]:
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
     shown = RayMetrics()
@@ -88,4 +95,4 @@ async def _open_components(checkpoint: Path, parts: Sequence[Part]) -> AsyncIter
         await replica.runtime.register_kv_caches(LayerGroups(engine).caches)
         start_task(shown.watch(replica.runtime), "metrics")
         yield ReplicaComponents(engine=engine, kvflow=replica, start_task=start_task)
-        await replica.drain()  # before the background tasks, which keep leased blocks, are ended
+        await replica.drain(hand_on=hand_on)  # before the background tasks, which keep leased blocks, are ended

@@ -605,7 +605,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def _collect(self) -> Results:
         idle = self.has_connector_metadata() and cast(KVFlowMetadata, self._get_connector_metadata()).idle
         results = self._worker.collect(self._idle_step_s if idle else 0.0)
-        self._idle_step_s = min(2 * self._idle_step_s, _IDLE_STEP_MAX_S) if idle and results == Results() else _IDLE_STEP_S
+        waited_in_vain = idle and results == Results()
+        self._idle_step_s = min(2 * self._idle_step_s, _IDLE_STEP_MAX_S) if waited_in_vain else _IDLE_STEP_S
         self._worker_report = self._worker_report.aggregate(
             KVFlowWorkerReport(found=results.found, refused=results.refused, offered=tuple(results.offered))
         )

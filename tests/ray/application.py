@@ -45,15 +45,18 @@ class TestPrefill(Prefill.func_or_class):  # type: ignore[misc, name-defined]
         return await held
 
     async def counts(self) -> dict[str, Any]:
-        """By replica: leases by outcome, tokens computed here, other replicas known, and prefixes found by them."""
+        """By replica: leases by outcome, tokens computed here, other replicas known, prefixes found by them, and tokens
+        that replicas which have left have handed on."""
         components = self._replica.components
         now = components.kvflow.runtime.statistics()
+        prefix = now.parts.get("prefix")
         return {
             "replica": components.name,
             "read": now.serving.read,
             "computed": components.engine.statistics().tokens_prefilled,
             "others": len(self._others),
-            "found": now.parts["prefix"].sharing.found if "prefix" in now.parts else 0,
+            "found": prefix.sharing.found if prefix else 0,
+            "taken": prefix.taken_over_tokens if prefix else 0,
         }
 
 

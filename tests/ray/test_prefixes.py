@@ -50,6 +50,30 @@ def test_a_prefix_that_another_replica_has_computed_is_loaded(fleet: Fleet) -> N
     wait_until(fleet.whole, "all blocks are free", WHOLE_S)
 
 
+def test_a_rolling_update_keeps_what_is_computed(fleet: Fleet) -> None:
+    """Each replica that leaves hands its prompts on to one that stays, or that has come."""
+    fleet.have(fixed(2), fixed(1), share_prefixes=True)
+    wait_until(lambda: [one["others"] for one in counts(fleet).values()] == [1, 1], "they know each other", WHOLE_S)
+    tokenizer, checkpoint = ChatTokenizer(Path(fleet.checkpoint)), Path(fleet.checkpoint)
+    questions = [Question(text=SHARED + end, chat=False) for end in (" C", " D")]
+    right = asyncio.run(tokens_alone(checkpoint, questions, TOKENS))
+    first, second = (tokenizer.encode_text(question.text) for question in questions)
+    old = counts(fleet).keys()
+
+    assert answer(fleet, first) == right[questions[0]]
+    fleet.have(fixed(2, ray_actor_options={"num_cpus": 0.4}), fixed(1), share_prefixes=True)
+    wait_until(lambda: [one["others"] for one in counts(fleet).values()] == [1, 1], "they know each other", WHOLE_S)
+    new = counts(fleet)
+    assert not old & new.keys()
+    (keeper,) = [name for name, now in new.items() if now["taken"]]
+    assert new[keeper]["taken"] == len(first) // BLOCK_TOKENS * BLOCK_TOKENS
+
+    assert answer(fleet, second, avoid=keeper) == right[questions[1]]
+    shared = next(index for index, (one, two) in enumerate(zip(first, second, strict=True)) if one != two)
+    computed = sum(now["computed"] for now in counts(fleet).values())
+    assert computed == len(second) - shared // BLOCK_TOKENS * BLOCK_TOKENS
+
+
 def test_a_setting_that_cannot_be_right_is_refused() -> None:
     with pytest.raises(ValueError, match="share_prefixes: expected true or false, got 'yes'"):
         build({"checkpoint": "model", "share_prefixes": "yes"})

@@ -409,7 +409,8 @@ def test_a_sleep_unregisters_the_cache_and_waking_introduces_its_ranks_anew() ->
     cache = torch.zeros(2, 4, 2, 16, 8)
     layout = CacheLayout.infer({"layers.0": cache}, order="HND", block_size=16)
     peers = PrefixPeers(prefixes=Prefixes())
-    with Runtime(Config(engine_id="prefill", listen="tcp://127.0.0.1:0", transport="inproc"), parts=[peers.prefixes]) as runtime:
+    ours = Config(engine_id="prefill", listen="tcp://127.0.0.1:0", transport="inproc")
+    with Runtime(ours, parts=[peers.prefixes]) as runtime:
         worker, scheduler = (KVFlowConnector.__new__(KVFlowConnector) for _ in range(2))
         worker._runtime, worker._worker, worker._vllm_config = runtime, ConnectorWorker(runtime, peers), config
         worker._role, worker._groups, worker._shares_prefixes = KVConnectorRole.WORKER, (FULL,), True
