@@ -186,6 +186,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     """In a worker: True while the cache is registered: from its first registration, but for vLLM's sleep."""
     _device: Device | None = None
     """In a worker: device of the cache, on which events are recorded; None on the CPU."""
+    _idle_step_s = _IDLE_STEP_S
+    """In a worker: seconds for which the next step waits for a result if it computes nothing."""
     _ranks: EngineRanks | None = None
     """In a worker: metadata of all ranks of this engine for stock readers; None if `stock_peers` is off."""
 
@@ -264,7 +266,6 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         self._failed_blocks: set[int] = set()
         self._split = 1
         self._before_step: DeviceEvent | None = None
-        self._idle_step_s = _IDLE_STEP_S
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:

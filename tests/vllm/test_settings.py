@@ -489,14 +489,23 @@ def test_what_workers_show_stock_readers_goes_to_all_of_them_with_the_next_step(
     assert seen == [(b"card",)]
 
 
-@pytest.mark.parametrize(("alone", "tokens", "waits"), [(True, 0, True), (True, 5, False), (False, 0, False)])
-def test_only_a_step_that_computes_nothing_waits_for_loads(alone: bool, tokens: int, waits: bool) -> None:
-    """Nor does it if other engines wait for the step, as data-parallel ones do."""
+@pytest.mark.parametrize(
+    ("alone", "tokens", "waits_ms"),
+    [(True, 0, [2, 4, 8, 10, 10, 2]), (True, 5, [0] * 6), (False, 0, [0] * 6)],
+    ids=["alone", "computes", "beside others"],
+)
+def test_only_a_step_that_computes_nothing_waits(alone: bool, tokens: int, waits_ms: list[int]) -> None:
+    """Longer the more steps have waited in vain. Nor does it if others wait for the step, as data-parallel ones do."""
     scheduler, worker = (KVFlowConnector.__new__(KVFlowConnector) for _ in range(2))
     scheduler._scheduler = ConnectorScheduler(scheduling_of(vllm_config(), [FULL]), new_secret=lambda: "secret")
     scheduler._steps_alone = alone
     waited: list[float] = []
-    fake = SimpleNamespace(collect=lambda s: waited.append(s) or Results(), shared_outcomes=lambda: ())
+
+    def collect(wait_s: float) -> Results:
+        waited.append(wait_s)
+        return Results(sent={"ended"}) if len(waited) == 5 else Results()
+
+    fake = SimpleNamespace(collect=collect, shared_outcomes=lambda: ())
     worker._role, worker._worker = KVConnectorRole.WORKER, cast(Any, fake)
     worker._groups, worker._stats, worker._late_reads = [FULL], KVFlowStats(), deque()
     worker._failed_blocks = set()
@@ -509,8 +518,9 @@ def test_only_a_step_that_computes_nothing_waits_for_loads(alone: bool, tokens: 
         preempted_req_ids=None,
     )
     worker.bind_connector_metadata(scheduler.build_connector_meta(output))
-    worker.get_transfer_results(set())
-    assert [one > 0 for one in waited] == [waits]
+    for _ in waits_ms:
+        worker.get_transfer_results(set())
+    assert waited == [pytest.approx(wait_ms / 1e3) for wait_ms in waits_ms]
 
 
 def _sent(worker: KVFlowConnector, finished: set[str]) -> set[str]:
