@@ -307,8 +307,9 @@ class OfferedBlocks:
             held.history.note(held.computed)
         if not held.closed:  # else the slot may hold another lease's seal by now
             # The seal before the answers: a reader that is told of tokens reads the seal first (decision 0020).
-            self._seals.seal(held.seal_index, held.lease_id, held.missing)
-            if not held.missing:  # before that a reader's notification says at most that it gives up
+            missing = held.missing
+            self._seals.seal(held.seal_index, held.lease_id, missing)
+            if not missing:  # before that a reader's notification says at most that it gives up
                 self._expect_notifications()
             if held.on_readable is not None:
                 held.on_readable()
