@@ -54,7 +54,7 @@ _SPIN_S = POLLING["cpu"].spin_s
 _SPIN_TURN_S = 50e-6  # a new job waits at most this long for the polling thread
 # A notification wakes the peer and delays the next read by 30 to 100 us. These delays are short beside a lease's hold.
 _SEND_QUIET_S = 2e-3
-_SEND_DELAY_MAX_S = 10e-3
+SEND_DELAY_MAX_S = 10e-3
 POST_COST_BYTES = 256 << 10
 """Fixed cost of posting a read, in bytes: the number of bytes that could be copied in the time that posting takes."""
 # Limits of several reads that are posted as one request. A small read that is queued meanwhile waits for at most one
@@ -322,7 +322,7 @@ class NixlAgents:
         """Queue a notification for `peer`. Reads go first, since sending a notification would delay the next read.
 
         All queued notifications are sent once no read has been posted or ended for `_SEND_QUIET_S`, but not later than
-        `_SEND_DELAY_MAX_S` after the first of them was queued.
+        `SEND_DELAY_MAX_S` after the first of them was queued.
         """
         if not self._outbox:
             self._outbox_since_s = time.monotonic()
@@ -364,16 +364,18 @@ class NixlAgents:
             self._check_reads()
         if self._ended and not self._has_reads_to_post and not self._has_jobs():
             self._release(self._report_ended())  # else the next call reports, after the waiting jobs
-        send_s = math.inf
+        send_s = self._active_s + _SEND_QUIET_S
         if self._outbox:
-            send_s = min(self._active_s + _SEND_QUIET_S, self._outbox_since_s + _SEND_DELAY_MAX_S)
+            send_s = min(send_s, self._outbox_since_s + SEND_DELAY_MAX_S)
             if now_s >= send_s:
                 self.send_notifications()
                 send_s = math.inf
+        elif now_s >= send_s:
+            send_s = math.inf  # else the thread wakes then: the notification of a read does not wake it
         if now_s >= self._next_notifications_s:
             if self._collect_notifications():
                 self._last_notification_s = now_s
-            quiet_s = now_s - max(self._last_notification_s, self._active_s, self.expected_s)
+            quiet_s = now_s - max(self._last_notification_s, self.expected_s)
             shortest_s = self._config.limits.notification_poll_interval_s
             self._next_notifications_s = now_s + notification_interval_s(shortest_s, quiet_s)
         if self._has_reads_to_post or self._ended:

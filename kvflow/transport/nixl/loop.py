@@ -26,7 +26,7 @@ from kvflow.transport.base import (
     usually_reached,
 )
 from kvflow.transport.device import cuda
-from kvflow.transport.nixl.agents import POST_COST_BYTES, NixlAgents
+from kvflow.transport.nixl.agents import POST_COST_BYTES, SEND_DELAY_MAX_S, NixlAgents
 from kvflow.transport.nixl.native import readable_kinds
 from kvflow.transport.owner_thread import OwnerThread
 
@@ -124,7 +124,8 @@ class NixlTransport:
 
     def notify(self, peer: AgentName, payload: bytes, join: Join | None = None) -> None:
         thread, agents = self._require_open()
-        thread.submit(partial(agents.notify, peer, payload, join))
+        # Without a wake-up of its own: the thread wakes soon after each read, and sends then.
+        thread.submit(partial(agents.notify, peer, payload, join), within_s=SEND_DELAY_MAX_S)
 
     def expect_notifications(self) -> None:
         if self._agents is not None:
