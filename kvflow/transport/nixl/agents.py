@@ -33,6 +33,7 @@ from kvflow.errors import ConfigError
 from kvflow.logs import logger_of
 from kvflow.transport.base import (
     AgentName,
+    CaughtUp,
     Event,
     Join,
     MemoryUse,
@@ -111,11 +112,17 @@ class NixlAgents:
     """As of `MappedAgents`: these agents map nothing."""
 
     def __init__(
-        self, config: Config, name: str, put_event: Callable[[Event], None], has_jobs: Callable[[], bool]
+        self,
+        config: Config,
+        name: str,
+        put_event: Callable[[Event], None],
+        has_jobs: Callable[[], bool],
+        behind: Callable[[], bool] = lambda: False,
     ) -> None:
         """Start both agents. Raises ConfigError if NIXL cannot start as configured.
 
-        `put_event` passes an event to the event loop. `has_jobs` returns True while jobs wait for this thread.
+        `put_event` passes an event to the event loop. `has_jobs` returns True while jobs wait for this thread. `behind`
+        returns `Transport.behind`.
         """
         self._bindings = bindings = import_bindings()
         self._memory_kinds = defaultdict[str, Any](lambda: bindings.VRAM_SEG, cpu=bindings.DRAM_SEG)
@@ -123,6 +130,7 @@ class NixlAgents:
         self._errors = error_types(self._bindings)
         self._put_event = put_event
         self._has_jobs = has_jobs
+        self._behind = behind
         self._config = config
         failures: tuple[type[Exception], ...] = (*self._errors, RuntimeError)  # or the system's: its limit of threads
         try:
@@ -265,7 +273,10 @@ class NixlAgents:
                 break
             reads.append(self._to_post.pop())
             size_bytes += more
+        was_behind = self._behind()
         self.taken_cost_bytes += size_bytes + len(reads) * POST_COST_BYTES
+        if was_behind and not self._behind():
+            self._put_event(CaughtUp())  # before the post, which may copy for milliseconds
         self._create_request(reads)
 
     def _create_request(self, reads: Sequence[_QueuedRead]) -> None:

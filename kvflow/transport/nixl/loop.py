@@ -19,6 +19,7 @@ from kvflow.transport.base import (
     Event,
     Join,
     MemoryUse,
+    Notified,
     PostedRead,
     ReadEnded,
     TransportError,
@@ -71,7 +72,10 @@ class NixlTransport:
             if device is not None:  # UCX uses the current device of the thread that makes an agent
                 await thread.call(lambda: cuda.make_current(device))
             agents, self._readable_kinds = await thread.call(
-                lambda: (NixlAgents(self._config, self._name, self._put_event, thread.has_jobs), readable_kinds())
+                lambda: (
+                    NixlAgents(self._config, self._name, self._put_event, thread.has_jobs, lambda: self.behind),
+                    readable_kinds(),
+                )
             )
         except BaseException:
             self._closing = True
@@ -251,7 +255,7 @@ class NixlTransport:
                 self._reads.discard(event.read)
                 self._reads_failed += event.error is not None
                 self._bytes_read += event.read.size_bytes if event.error is None else 0
-            else:
+            elif isinstance(event, Notified):
                 self._notifications_received += 1
             try:
                 self._deliver(event)
