@@ -145,8 +145,8 @@ class Limits:
     """Maximum number of readers' requests for checksums of leased blocks that are processed at the same time. Further
     requests are refused as not ready."""
     notification_poll_interval_s: Seconds = 0.005
-    """Shortest interval between polls for readers' notifications. After the last read, notification or lease the
-    interval grows with the time that has passed, up to ten times.
+    """Shortest interval between polls for readers' notifications. The interval grows, up to ten times, with the time
+    since the last notification, and since a lease has last become readable to its end.
     """
 
     def __post_init__(self) -> None:

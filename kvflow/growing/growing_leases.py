@@ -61,8 +61,10 @@ class GrowingLeases:
         offers, or more than its blocks hold. Raise LayoutError if a tensor of the cache has moved.
         """
         what, held = f"request {opened.ticket.request_id!r}", opened.held
-        tokens, event = checks.whole(num_tokens, f"{what}: num_tokens", least=0), checked_event(ready, f"{what}: ready")
-        awaited = None if event is None or has_happened(event, f"{what}: ready") else event
+        tokens, awaited = checks.whole(num_tokens, f"{what}: num_tokens", least=0), None
+        if ready is not None:
+            event = checked_event(ready, f"{what}: ready")
+            awaited = None if event is None or has_happened(event, f"{what}: ready") else event
         if not opened.entry.is_open:
             return
         if not held.announced <= tokens <= held.num_tokens:

@@ -37,7 +37,7 @@ from kvflow.runtime.peers.peer import Source
 __all__ = ["GrowingLeases", "GrowingLoads", "begin"]
 
 SEAL_FETCH_EVERY_S = 0.1
-SEAL_FETCH_ASKED_S = 0.5  # the answer says when to fetch the seal, unless the answer is lost
+SEAL_FETCH_ASKED_S = 2.0  # the answer says when to fetch the seal, unless the answer is lost
 _WORTH_S = 1e-3
 _WORTH_LEAST_BYTES = 1 << 17  # moved in a millisecond at a gigabit per second
 _GOLDEN = 0.618  # the fractional parts of its multiples are spread evenly

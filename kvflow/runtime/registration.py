@@ -72,11 +72,12 @@ class Registration:
         """Pass all later notifications to `registered`, and end it with this registration."""
         self.registered = registered
         self.poller.on_notification = registered.on_notification
+        self.poller.on_caught_up = registered.loader.resume
 
     def detach(self) -> Incarnation | None:
         """Return the registered cache, if any, and refer to it no longer."""
         registered, self.registered = self.registered, None
-        self.poller.on_notification = self._count_early
+        self.poller.on_notification, self.poller.on_caught_up = self._count_early, None
         return registered
 
     async def aclose(self) -> str:

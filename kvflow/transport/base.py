@@ -101,7 +101,15 @@ class Notified:
     payload: bytes
 
 
-Event: TypeAlias = ReadEnded | Notified
+@dataclass(frozen=True, slots=True)
+class CaughtUp:
+    """Event of the transport: it was `behind`, and has started so many posted reads that it no longer is.
+
+    It comes before the bytes of these reads have landed, so that further reads can be prepared meanwhile.
+    """
+
+
+Event: TypeAlias = ReadEnded | Notified | CaughtUp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +227,8 @@ class Transport(Protocol):
     def behind(self) -> bool:
         """True if many posted reads have not started yet: more than can start within the next milliseconds.
 
-        The caller should then post no further reads: preparing them takes the GIL from other threads.
+        The caller should then post no further reads: preparing them takes the GIL from other threads. A transport that
+        starts reads on a thread of its own reports with a `CaughtUp` event that this is over.
         """
 
     @property

@@ -394,7 +394,7 @@ class InprocTransport:
             return
         if isinstance(event, Notified):
             self._counts["received"] += 1
-        elif isinstance(event.read, InprocRead):
+        elif isinstance(event, ReadEnded) and isinstance(event.read, InprocRead):
             self._reads.pop(event.read, None)
             self._counts["failed" if event.error else "bytes"] += 1 if event.error else event.read.size_bytes
         try:

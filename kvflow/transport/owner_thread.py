@@ -24,6 +24,7 @@ import atexit
 import ctypes
 import queue
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -82,6 +83,8 @@ class OwnerThread:
         one item."""
         self._wake_pending = False
         """True while `_wakes` holds an item that the thread has not taken yet."""
+        self._wakes_at_s = 0.0
+        """Time (`time.monotonic`) at which the thread wakes by itself; 0 while it is awake."""
         self._loop = asyncio.get_running_loop()
         self._waiting: set[asyncio.Future[Any]] = set()
         self._ended = asyncio.Event()
@@ -125,11 +128,17 @@ class OwnerThread:
         finally:
             self._waiting.discard(done)
 
-    def submit(self, job: Job) -> None:
-        """Queue `job`, which must not raise, to run on the thread. Raises TransportBroken if the thread has ended."""
+    def submit(self, job: Job, *, within_s: float = 0.0) -> None:
+        """Queue `job`, which must not raise, to run on the thread. Raises TransportBroken if the thread has ended.
+
+        `within_s`: seconds that the job may wait. If the thread wakes by itself before that, this call does not wake
+        the thread.
+        """
         if not self.alive:
             raise TransportBroken(f"the thread {self._thread.name} has ended") from self._cause
         self._jobs.append(job)
+        if within_s and self._wakes_at_s <= time.monotonic() + within_s:
+            return
         if not self._wake_pending:
             self._wake_pending = True
             self._wakes.put(None)
@@ -190,16 +199,19 @@ class OwnerThread:
     def _run_jobs(self) -> None:
         idle_s = self._step()
         while idle_s is not None and not self._halted:
+            self._wakes_at_s = time.monotonic() + idle_s
             try:
-                self._wakes.get(timeout=idle_s) if idle_s > 0 else self._wakes.get_nowait()
+                # A job that came before the line above has perhaps not woken the thread.
+                self._wakes.get(timeout=idle_s) if idle_s > 0 and not self._jobs else self._wakes.get_nowait()
             except queue.Empty:
                 pass
             else:
                 self._wake_pending = False  # before any job runs: a job submitted now wakes the thread again
-                if self._jobs:
-                    self._jobs.popleft()()
-                for _ in range(len(self._jobs)):  # jobs that came meanwhile run first: a step may take long
-                    self._jobs.popleft()()
+            self._wakes_at_s = 0.0
+            if self._jobs:
+                self._jobs.popleft()()
+            for _ in range(len(self._jobs)):  # jobs that came meanwhile run first: a step may take long
+                self._jobs.popleft()()
             if not self._halted:
                 idle_s = self._step()
 

@@ -16,6 +16,7 @@ from kvflow.growing.growing_loads import SEAL_FETCH_ASKED_S, SEAL_FETCH_EVERY_S
 from kvflow.growing.lease_questions import LeaseQuestions
 from kvflow.testing import InprocPair
 from kvflow.transport.base import TransportError
+from kvflow.transport.inproc import InprocTransport
 from tests.support.growing_pairs import pair_of
 from tests.support.tests_support import in_virtual_time
 
@@ -67,6 +68,23 @@ async def test_who_waits_looks_now_and_then() -> None:
         before = reads(pair)
         await asyncio.sleep(1.0)
         assert reads(pair) == before, "nobody waits, nobody looks"
+
+
+@in_virtual_time
+async def test_a_producer_expects_the_notifications_of_readers_once_a_lease_is_complete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A lease that advances often would otherwise keep the agents' thread polling at the shortest interval."""
+    expected: list[int] = []
+    monkeypatch.setattr(InprocTransport, "expect_notifications", lambda _: expected.append(lease._opened.held.computed))
+    async with pair_of() as pair:
+        lease = pair.producer.runtime.serve_blocks(ServeRequest("req", OFFERED, num_tokens=16, computed_tokens=0))
+        for tokens in range(1, 16):
+            lease.advance(tokens)
+        assert expected == []
+        lease.advance(16)
+        assert expected == [16]
+        await lease.revoke()
 
 
 @in_virtual_time

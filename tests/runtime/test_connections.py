@@ -123,7 +123,7 @@ async def test_so_many_questions_share_a_connection_and_answers_may_come_in_any_
         asked = [start(channel, address, index) for index in range(count)]
         came = await put(peer, count)
         assert sum(sender == kept for sender, _ in came.values()) == QUESTIONS_MAX
-        assert len({sender for sender, _ in came.values()}) == 3
+        assert len({sender for sender, _ in came.values()}) == 2
         for reader in sorted(came, reverse=True):
             await peer.answer(*came[reader], float(reader))
         assert await asyncio.gather(*asked) == [shown(index) for index in range(count)]

@@ -15,7 +15,7 @@ from kvflow import LoadReport, LoadRequest, ServeRequest
 from kvflow.errors import DeadlineExceeded, Overloaded, RequestError, RuntimeClosed, TransferFailed
 from kvflow.runtime.world import World
 from kvflow.testing import ManualClock
-from kvflow.transport.base import TransportError
+from kvflow.transport.base import CaughtUp, TransportError
 from kvflow.transport.inproc import InprocRead
 
 BLOCK_BYTES = 1024
@@ -244,6 +244,21 @@ async def test_loads_begin_when_fewer_reads_wait_to_be_started() -> None:
             pair.transport.perform(1)
             await turns(32)
             assert len(pair.transport.held) == held
+        pair.release_reads()
+        await asyncio.gather(*loads)
+
+
+@in_virtual_time
+async def test_loads_begin_as_soon_as_reads_that_waited_have_been_started() -> None:
+    """Before any of these has ended: the loop and the transport's thread work at the same time."""
+    async with virtual_pair(consumer_clock=ManualClock) as pair:
+        loads = await start_behind(pair, 16)
+        for behind, held in ((True, 5), (False, 16)):
+            pair.transport.faults.behind = behind
+            pair.transport._report(CaughtUp())
+            await turns(32)
+            assert len(pair.transport.held) == held
+        pair.transport._report(CaughtUp())
         pair.release_reads()
         await asyncio.gather(*loads)
 

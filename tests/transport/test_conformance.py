@@ -21,7 +21,7 @@ from kvflow.core.cache.regions import Device, Span, UInt64Array
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.errors import ConfigError, TransportBroken
 from kvflow.limits import Limits
-from kvflow.transport.base import AgentName, Event, MemoryUse, Notified, ReadEnded, Transport, TransportError
+from kvflow.transport.base import AgentName, CaughtUp, Event, MemoryUse, Notified, ReadEnded, Transport, TransportError
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 from kvflow.transport.nixl.loop import NixlTransport
 from tests.accelerator.mapping import mapping
@@ -200,13 +200,13 @@ async def ends(make: Maker) -> AsyncIterator[Ends]:
 
 
 async def end_of(transport: Transport, count: int = 1) -> list[Event]:
-    """The next `count` events; raises what the transport ends with before that."""
+    """The next `count` ends and notifications, and what comes between; raises what the transport ends with before."""
     events: list[Event] = []
     enough = asyncio.Event()
 
     def deliver(event: Event) -> None:
         events.append(event)
-        if len(events) >= count:
+        if sum(not isinstance(one, CaughtUp) for one in events) >= count:
             enough.set()
 
     running = asyncio.create_task(transport.run(deliver))
@@ -408,6 +408,19 @@ async def test_nixl_posts_the_smaller_of_two_reads_first(nixl: tuple[Ends, Any])
         assert transport.statistics.open_reads == 2
     events = await end_of(transport, 2)
     assert [event.read for event in events if isinstance(event, ReadEnded)] == [small, large]
+
+
+@pytest.mark.nixl
+async def test_nixl_that_was_behind_tells_when_reads_have_been_started_before_they_end(nixl: tuple[Ends, Any]) -> None:
+    """While it reads them, the loop prepares the next ones."""
+    ends, transport = nixl
+    with busy(transport):
+        count = 0
+        while not transport.behind:
+            transport.post_read(ends.peer, ends.descriptors((8 * count, 0, 8)))
+            count += 1
+    events = await end_of(transport, count)
+    assert [type(event) for event in events] == [CaughtUp] + [ReadEnded] * count
 
 
 @pytest.mark.nixl

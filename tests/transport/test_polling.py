@@ -25,10 +25,14 @@ def test_a_quiet_agent_looks_soon_once_a_lease_can_be_read() -> None:
     agents = NixlAgents(config, "polling", lambda event: None, lambda: False)
     try:
         long_ago_s = time.monotonic() - 1e6
-        agents.expected_s = agents._last_notification_s = agents._active_s = long_ago_s
+        agents.expected_s = agents._last_notification_s = long_ago_s
+        agents._active_s = time.monotonic()
+        assert agents.step() < shortest_s, "it sends what its own read is followed by"
+        assert agents._next_notifications_s > time.monotonic() + 2 * shortest_s, "which brings no notification"
+        agents._active_s = long_ago_s
         assert agents.step() > 2 * shortest_s
         agents.expected_s = time.monotonic()
         agents._next_notifications_s = 0.0  # it wakes
-        assert shortest_s / 2 < agents.step() <= shortest_s
+        assert shortest_s / 2 < agents.step() < 1.01 * shortest_s
     finally:
         agents.close()

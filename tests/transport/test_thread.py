@@ -7,7 +7,7 @@ import sys
 import threading
 
 import pytest
-from tests_support import WAIT_S
+from tests_support import WAIT_S, until
 
 from kvflow.errors import TransportBroken
 from kvflow.transport.owner_thread import OwnerThread
@@ -64,6 +64,32 @@ async def test_it_is_woken_once_for_all_jobs_that_wait() -> None:
     await thread.ended()
     assert done == list(range(100))
     assert set(steps) == {0, 100}, "no step between them"
+
+
+async def test_a_job_that_may_wait_wakes_a_thread_only_if_it_would_sleep_longer() -> None:
+    """And a thread that is about to sleep does the job first."""
+    ending = threading.Event()
+    done: list[str] = []
+    thread = OwnerThread("kvflow-test", lambda: None if ending.is_set() else WAIT_S, lambda cause: None)
+    await thread.call(lambda: None)
+    await until(lambda: thread._wakes_at_s > 0)
+    thread.submit(lambda: done.append("may wait"), within_s=2 * WAIT_S)
+    assert thread._wakes.empty()
+    await thread.call(lambda: done.append("woken"))
+    assert done == ["may wait", "woken"]
+    await until(lambda: thread._wakes_at_s > 0)
+    thread.submit(lambda: done.append("sooner"), within_s=1e-3)
+    await until(lambda: len(done) == 3)
+    running, gate = threading.Event(), threading.Event()
+    thread.submit(running.set)
+    thread.submit(lambda: assert_set(gate))
+    assert running.wait(WAIT_S)
+    thread.submit(lambda: done.append("before it sleeps"), within_s=1e-3)
+    assert thread._wakes.empty()
+    gate.set()
+    await until(lambda: len(done) == 4)
+    thread.submit(ending.set)
+    await thread.ended()
 
 
 async def test_who_waits_for_a_thread_that_dies_is_told_why() -> None:

@@ -1,9 +1,10 @@
 """Connections to listeners. The first question to a listener opens a connection, which is kept for later questions.
 
-Until its first question is answered, a connection serves that question alone. If the answer carries the question's
-number, the connection becomes shared: several questions may wait on it at the same time, and it is kept open for
-`KEPT_IDLE_S` after the last answer. If all shared connections to a listener are full, another one is opened. If a
-listener does not number its answers, every question has its own connection.
+Until its first question is answered, the first connection serves that question alone. If the answer carries the
+question's number, the connection becomes shared: several questions may wait on it at the same time, and it is kept open
+for `KEPT_IDLE_S` after the last answer. If all shared connections to a listener are full, another one is opened, which
+is shared at once: the listener is known to number its answers. If a listener does not, every question has its own
+connection.
 
 After a question has timed out or was cancelled, its connection gets no new questions (`unanswered`), but questions that
 already wait may still be answered. So a connection that died in silence costs one question, as without kept
@@ -231,7 +232,8 @@ class Connections:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._open: set[KeptConnection] = set()
         self._shared: dict[ListenerRoute, dict[KeptConnection, None]] = {}
-        """Connections that several questions may use at the same time, by listener, in the order they became shared."""
+        """Connections that several questions may use at the same time, by listener, in the order they became shared.
+        Each of these listeners is known to number its answers."""
         self._idle: OrderedDict[KeptConnection, float] = OrderedDict()
         """Kept connections without waiting questions, with the loop time when the last question ended, oldest first."""
         self._timer: asyncio.TimerHandle | None = None
@@ -260,6 +262,8 @@ class Connections:
             self._end_context_if_done()
             raise
         self._open.add(connection)
+        if (shared := self._shared.get(route)) is not None:  # else hundreds of questions at once open as many
+            shared[connection] = None
         return connection
 
     @contextmanager

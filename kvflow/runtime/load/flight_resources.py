@@ -24,7 +24,7 @@ from kvflow.errors import RuntimeBroken, TransportBroken
 from kvflow.runtime.clock import Clock
 from kvflow.runtime.copy_thread import CopyThread
 from kvflow.runtime.peers.peer import Source
-from kvflow.transport.base import AgentName, Notified, PostedRead, ReadEnded, Transport, TransportError
+from kvflow.transport.base import AgentName, Event, Notified, PostedRead, ReadEnded, Transport, TransportError
 
 OnReadEnd: TypeAlias = Callable[["ReadEnded | RuntimeBroken"], None]
 """Callback for the end of a read. It gets RuntimeBroken if it can never be known whether the read has ended."""
@@ -55,6 +55,8 @@ class Poller:
         self._transport = transport
         self.on_notification = on_notification
         """Called with each notification of a peer."""
+        self.on_caught_up: Callable[[], None] | None = None
+        """Called when the transport is no longer `behind`."""
         self._under_way: dict[PostedRead, OnReadEnd] = {}
         self._cause: BaseException | None = None
         self._ended = self._transport_closing = False
@@ -111,11 +113,13 @@ class Poller:
                 lost.__cause__ = self._cause
                 on_end(lost)
 
-    def _dispatch(self, event: ReadEnded | Notified) -> None:
+    def _dispatch(self, event: Event) -> None:
         if isinstance(event, ReadEnded):
             self._under_way.pop(event.read)(event)
-        else:
+        elif isinstance(event, Notified):
             self.on_notification(event.payload)
+        elif self.on_caught_up is not None:
+            self.on_caught_up()
 
 
 class SealSlots:
@@ -244,8 +248,12 @@ class LoadThrottle:
             self._next_turn = loop.call_soon(self._start_few)
 
     def resume(self) -> None:
-        """Let waiting loads begin again, because a load has ended. No effect while too many posted reads wait."""
-        if not self._poller.behind and self._next_turn is not None:
+        """Let waiting loads begin again, if they are `paused`. No effect while too many posted reads wait.
+
+        Call this when a load has ended, and when the transport has started reads: while it reads these, the next loads
+        are prepared.
+        """
+        if self.paused and not self._poller.behind and self._next_turn is not None:
             self._next_turn.cancel()
             self._next_turn, self.paused = asyncio.get_running_loop().call_soon(self._start_few), False
 

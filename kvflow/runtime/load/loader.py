@@ -184,6 +184,10 @@ class Loader:
                 )
             )
 
+    def resume(self) -> None:
+        """Let waiting loads begin, because the transport is no longer `behind`."""
+        self._throttle.resume()
+
     def close(self, *, unregistered: bool = False) -> None:
         """Make all loads under way fail soon: with CacheUnregistered if `unregistered`, else with RuntimeClosed."""
         self._closed, self._unregistered = True, self._unregistered or unregistered

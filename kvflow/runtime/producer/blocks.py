@@ -143,7 +143,7 @@ class OfferedBlocks:
     ) -> None:
         """`new_copies`: function that returns the copies of one lease's blocks; None if peers read the cache itself.
 
-        `expect_notifications`: `Transport.expect_notifications`, called when readers can read tokens.
+        `expect_notifications`: `Transport.expect_notifications`, called when readers can read all tokens of a lease.
         """
         self._groups = context.local.groups
         self._ledger = ledger
@@ -234,6 +234,8 @@ class OfferedBlocks:
 
     def tokens_with_blocks(self, held: HeldBlocks) -> int:
         """Return for how many of the prompt's first tokens the lease has blocks now, in every group."""
+        if not held.extends:
+            return held.num_tokens
         return tokens_held(self._groups, tuple(map(len, held.tables)), held.counts, held.num_tokens)
 
     def _check_room(self, counts: tuple[int, ...], most: tuple[int, ...], tokens: int, what: str) -> None:
@@ -305,8 +307,10 @@ class OfferedBlocks:
             held.history.note(held.computed)
         if not held.closed:  # else the slot may hold another lease's seal by now
             # The seal before the answers: a reader that is told of tokens reads the seal first (decision 0020).
-            self._seals.seal(held.seal_index, held.lease_id, held.missing)
-            self._expect_notifications()
+            missing = held.missing
+            self._seals.seal(held.seal_index, held.lease_id, missing)
+            if not missing:  # before that a reader's notification says at most that it gives up
+                self._expect_notifications()
             if held.on_readable is not None:
                 held.on_readable()
             if held.copies is not None:

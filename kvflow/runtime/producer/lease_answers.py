@@ -188,10 +188,12 @@ class LeaseAnswers:
         counts = tuple(map(len, tables))
         if known != counts and (len(known) != len(counts) or any(map(_outside, known, counts))):
             raise codec.WireError(f"known: expected at most, by group, {counts}, got {known[:8]}")
-        if known == counts and not found.complete and found.held.missing > question.missing_max:
+        missing = found.held.missing
+        complete = not missing and found.payload is not None
+        if known == counts and not complete and missing > question.missing_max:
             return None
         more = tuple(tuple(ids[at:].tolist()) for at, ids in zip(known, tables, strict=True))
-        if found.complete:
+        if complete:
             return messages.LeaseAnswer(
                 state=LeaseAnswerState.COMPLETE, more_block_ids=more, payload=found.payload or b""
             )

@@ -33,6 +33,7 @@ from kvflow.errors import ConfigError
 from kvflow.logs import logger_of
 from kvflow.transport.base import (
     AgentName,
+    CaughtUp,
     Event,
     Join,
     MemoryUse,
@@ -54,7 +55,7 @@ _SPIN_S = POLLING["cpu"].spin_s
 _SPIN_TURN_S = 50e-6  # a new job waits at most this long for the polling thread
 # A notification wakes the peer and delays the next read by 30 to 100 us. These delays are short beside a lease's hold.
 _SEND_QUIET_S = 2e-3
-_SEND_DELAY_MAX_S = 10e-3
+SEND_DELAY_MAX_S = 10e-3
 POST_COST_BYTES = 256 << 10
 """Fixed cost of posting a read, in bytes: the number of bytes that could be copied in the time that posting takes."""
 # Limits of several reads that are posted as one request. A small read that is queued meanwhile waits for at most one
@@ -111,11 +112,17 @@ class NixlAgents:
     """As of `MappedAgents`: these agents map nothing."""
 
     def __init__(
-        self, config: Config, name: str, put_event: Callable[[Event], None], has_jobs: Callable[[], bool]
+        self,
+        config: Config,
+        name: str,
+        put_event: Callable[[Event], None],
+        has_jobs: Callable[[], bool],
+        behind: Callable[[], bool] = lambda: False,
     ) -> None:
         """Start both agents. Raises ConfigError if NIXL cannot start as configured.
 
-        `put_event` passes an event to the event loop. `has_jobs` returns True while jobs wait for this thread.
+        `put_event` passes an event to the event loop. `has_jobs` returns True while jobs wait for this thread. `behind`
+        returns `Transport.behind`.
         """
         self._bindings = bindings = import_bindings()
         self._memory_kinds = defaultdict[str, Any](lambda: bindings.VRAM_SEG, cpu=bindings.DRAM_SEG)
@@ -123,6 +130,7 @@ class NixlAgents:
         self._errors = error_types(self._bindings)
         self._put_event = put_event
         self._has_jobs = has_jobs
+        self._behind = behind
         self._config = config
         failures: tuple[type[Exception], ...] = (*self._errors, RuntimeError)  # or the system's: its limit of threads
         try:
@@ -265,7 +273,10 @@ class NixlAgents:
                 break
             reads.append(self._to_post.pop())
             size_bytes += more
+        was_behind = self._behind()
         self.taken_cost_bytes += size_bytes + len(reads) * POST_COST_BYTES
+        if was_behind and not self._behind():
+            self._put_event(CaughtUp())  # before the post, which may copy for milliseconds
         self._create_request(reads)
 
     def _create_request(self, reads: Sequence[_QueuedRead]) -> None:
@@ -322,7 +333,7 @@ class NixlAgents:
         """Queue a notification for `peer`. Reads go first, since sending a notification would delay the next read.
 
         All queued notifications are sent once no read has been posted or ended for `_SEND_QUIET_S`, but not later than
-        `_SEND_DELAY_MAX_S` after the first of them was queued.
+        `SEND_DELAY_MAX_S` after the first of them was queued.
         """
         if not self._outbox:
             self._outbox_since_s = time.monotonic()
@@ -364,16 +375,18 @@ class NixlAgents:
             self._check_reads()
         if self._ended and not self._has_reads_to_post and not self._has_jobs():
             self._release(self._report_ended())  # else the next call reports, after the waiting jobs
-        send_s = math.inf
+        send_s = self._active_s + _SEND_QUIET_S
         if self._outbox:
-            send_s = min(self._active_s + _SEND_QUIET_S, self._outbox_since_s + _SEND_DELAY_MAX_S)
+            send_s = min(send_s, self._outbox_since_s + SEND_DELAY_MAX_S)
             if now_s >= send_s:
                 self.send_notifications()
                 send_s = math.inf
+        elif now_s >= send_s:
+            send_s = math.inf  # else the thread wakes then: the notification of a read does not wake it
         if now_s >= self._next_notifications_s:
             if self._collect_notifications():
                 self._last_notification_s = now_s
-            quiet_s = now_s - max(self._last_notification_s, self._active_s, self.expected_s)
+            quiet_s = now_s - max(self._last_notification_s, self.expected_s)
             shortest_s = self._config.limits.notification_poll_interval_s
             self._next_notifications_s = now_s + notification_interval_s(shortest_s, quiet_s)
         if self._has_reads_to_post or self._ended:

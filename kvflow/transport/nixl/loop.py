@@ -19,6 +19,7 @@ from kvflow.transport.base import (
     Event,
     Join,
     MemoryUse,
+    Notified,
     PostedRead,
     ReadEnded,
     TransportError,
@@ -26,7 +27,7 @@ from kvflow.transport.base import (
     usually_reached,
 )
 from kvflow.transport.device import cuda
-from kvflow.transport.nixl.agents import POST_COST_BYTES, NixlAgents
+from kvflow.transport.nixl.agents import POST_COST_BYTES, SEND_DELAY_MAX_S, NixlAgents
 from kvflow.transport.nixl.native import readable_kinds
 from kvflow.transport.owner_thread import OwnerThread
 
@@ -71,7 +72,10 @@ class NixlTransport:
             if device is not None:  # UCX uses the current device of the thread that makes an agent
                 await thread.call(lambda: cuda.make_current(device))
             agents, self._readable_kinds = await thread.call(
-                lambda: (NixlAgents(self._config, self._name, self._put_event, thread.has_jobs), readable_kinds())
+                lambda: (
+                    NixlAgents(self._config, self._name, self._put_event, thread.has_jobs, lambda: self.behind),
+                    readable_kinds(),
+                )
             )
         except BaseException:
             self._closing = True
@@ -124,7 +128,8 @@ class NixlTransport:
 
     def notify(self, peer: AgentName, payload: bytes, join: Join | None = None) -> None:
         thread, agents = self._require_open()
-        thread.submit(partial(agents.notify, peer, payload, join))
+        # Without a wake-up of its own: the thread wakes soon after each read, and sends then.
+        thread.submit(partial(agents.notify, peer, payload, join), within_s=SEND_DELAY_MAX_S)
 
     def expect_notifications(self) -> None:
         if self._agents is not None:
@@ -250,7 +255,7 @@ class NixlTransport:
                 self._reads.discard(event.read)
                 self._reads_failed += event.error is not None
                 self._bytes_read += event.read.size_bytes if event.error is None else 0
-            else:
+            elif isinstance(event, Notified):
                 self._notifications_received += 1
             try:
                 self._deliver(event)
