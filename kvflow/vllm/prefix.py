@@ -71,7 +71,7 @@ def prefix_peers_of(vllm_config: VllmConfig, extra: Extra) -> PrefixPeers:
     """
     parallel = vllm_config.parallel_config
     return PrefixPeers(
-        prefixes=Prefixes(),
+        prefixes=Prefixes(follow_successors=extra.follow_successors),
         wait_s=extra.prefix_wait_s,
         events=tuple(EventSource(**msgspec.structs.asdict(source)) for source in extra.prefix_events),
         known_peers=(*known_peers(extra), *(source.holder for source in extra.prefix_events)),
