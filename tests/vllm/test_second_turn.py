@@ -259,6 +259,6 @@ def test_300_answers_are_those_of_one_engine(site: Site, kind: str) -> None:
     print(f"{kind}: {wrong} wrong; prefill computed {computed} tokens and read {read}; failed loads {failed}")
     assert sum(talk.answers for talk in talks) == ANSWERS
     assert wrong == 0
-    assert read > ANSWERS * BLOCK_SIZE
+    assert read > 100 * BLOCK_SIZE, "hardly anything was read: this test has shown nothing"
     for server in (prefill, decode):
         until_free(server)
