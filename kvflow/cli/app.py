@@ -118,6 +118,8 @@ def hand_prompts_on(
     console.print(f"prompts: {by_outcome}; read: {read}", markup=False)
     if handed_on.stopped:
         console.print(f"stopped early: {handed_on.stopped}", markup=False)
+    if not handed_on.named:
+        console.print("OLD does not name NEW to its readers: one of them has an older kvflow", markup=False)
 
 
 @app.command()

@@ -40,6 +40,9 @@ class HandedOnPrompts:
     """Number of bytes that one rank of the successor has read."""
     stopped: str = ""
     """Why not all prompts were offered; "" if they were."""
+    named: bool = False
+    """True if the old server has learned of the new one, and names it to its readers when it stops. Older versions of
+    kvflow do not."""
 
 
 def send_json(url: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
@@ -70,6 +73,7 @@ def hand_on(old: str, new: str, *, bytes_max: int | None, within_s: float, send:
     host, port = split_address(recent["holder"], what=f"{old}: its address")
     source = {"kv_request_id": "hand-on", "remote_host": host, "remote_port": port}
     model = _model(new, ask)
+    handed_on.named = _name_successor(old, new, ask)
     left = [(request, True) for request in recent["requests"]]
     while left and not handed_on.stopped:
         request, again = left.pop(0)
@@ -113,6 +117,22 @@ def _recent_prompts(server: str, ask: Callable[..., Any]) -> Any:
     if "requests" not in recent:
         raise HandOnError(f"{server}: {recent.get('reason')}")
     return recent
+
+
+def _name_successor(old: str, new: str, ask: Callable[..., Any]) -> bool:
+    """Have the old server name the new one to its readers. Return False if a server does not know the question."""
+
+    def told(server: str, question: Mapping[str, Any]) -> Any:
+        body = {"model": _model(server, ask), "prompt": [1], "max_tokens": 1, "kv_transfer_params": question}
+        answer = ask(f"{server}/v1/completions", body)
+        params = answer.get("kv_transfer_params") if isinstance(answer, Mapping) else None
+        return params.get("kvflow") if isinstance(params, Mapping) else None
+
+    introduced = told(new, {"kvflow": {"introduce": True}})
+    if not isinstance(introduced, Mapping) or not introduced.get("introduction"):
+        return False
+    named = told(old, {"kvflow": {"successor": introduced["introduction"]}})
+    return isinstance(named, Mapping) and "engine_id" in (named.get("successor") or {})
 
 
 def _answer_in(answer: Any, what: str, server: str) -> Any:

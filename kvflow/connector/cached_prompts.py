@@ -7,13 +7,16 @@ reaches the scheduler, an idle engine answers like a busy one, and no peer takes
 The block pool has to offer `watch`, a function that takes block ids. When the pool reuses a watched block, it calls
 `note_reused` once, before the step that writes the block goes to the workers. A block may be reused before it was
 reported, because blocks of a request's answer are reported with the step after the request's end. Then it is left out.
+
+A group with a window loses blocks of a long answer while the request runs. The pool still has their content, so these
+blocks are watched once they are filled, and reported with the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
 from msgspec import structs
 
@@ -26,12 +29,25 @@ GroupTablesOf: TypeAlias = Callable[[str], Sequence[Sequence[int]]]
 """Function that takes a request id and returns its block tables: a list with one table for each group of layers."""
 
 
+class _Place(NamedTuple):
+    """Place of a block in the block tables of a request."""
+
+    request_id: str
+    group: int
+    at: int
+    """Index in the group's block table."""
+
+
 @dataclass(slots=True)
 class _Prompt:
     keys: Sequence[bytes]
     """For each full block of the prompt, in order: the key of the prompt's prefix that ends with that block."""
     reported: int = 0
     """Number of leading blocks of the prompt that have been reported to the workers as filled."""
+    noted: int = 0
+    """Number of leading blocks, those of the answer included, after which no filled block was noted."""
+    answer_blocks: dict[_Place, int] = field(default_factory=dict)
+    """Noted blocks of the answer, in groups that lose blocks while the request runs."""
 
 
 class CachedPrompts:
@@ -39,18 +55,26 @@ class CachedPrompts:
 
     Each block, of whichever group, has `block_tokens` tokens. `watch` takes block ids, and has the engine's block pool
     call `note_reused` when the pool reuses one of these blocks. In a group's block table, `null_block` stands where the
-    group needs no block.
+    group needs no block. `freeing_groups` are the indexes of the groups that lose blocks while a request runs.
     """
 
     def __init__(
-        self, block_tokens: int, watch: Callable[[Sequence[int]], None], *, null_block: int = NO_BLOCK
+        self,
+        block_tokens: int,
+        watch: Callable[[Sequence[int]], None],
+        *,
+        null_block: int = NO_BLOCK,
+        freeing_groups: Sequence[int] = (),
     ) -> None:
         self._block_tokens = block_tokens
         self._watch = watch
         self._null_block = null_block
+        self._freeing_groups = tuple(freeing_groups)
         self._prompts: dict[str, _Prompt] = {}
         self._key_of: dict[int, bytes] = {}
         """By block id, the prefix key that the workers will have for the block once they get the next step."""
+        self._place_of: dict[int, _Place] = {}
+        """By block id, the latest place at which the block was noted, until the pool reuses it or the request ends."""
         self._reused: list[int] = []
         self._cached_blocks: list[CachedBlocks] = []
         """Blocks of requests that have ended since the last step, for the next report. The pool may have reused some of
@@ -65,6 +89,10 @@ class CachedPrompts:
         """True if workers must be told, even in a step without requests, which cached blocks the engine overwrites."""
         return bool(self._reused)
 
+    def holds(self, block_id: int) -> bool:
+        """Return True if peers may read the block, now or once the workers get the next step."""
+        return block_id in self._key_of
+
     def add(self, request_id: str, keys: Sequence[bytes]) -> None:
         """Add a request that has arrived. `keys` has the prefix key of each full block of the prompt, in order."""
         if keys:
@@ -72,6 +100,7 @@ class CachedPrompts:
 
     def note_reused(self, block_id: int) -> None:
         """Record, for the next report, that the engine's pool reuses a watched block."""
+        self._place_of.pop(block_id, None)
         if self._key_of.pop(block_id, None) is not None:
             self._reused.append(block_id)
 
@@ -81,6 +110,7 @@ class CachedPrompts:
         Call this when the blocks no longer hold what their keys say, for example after other weights were loaded.
         """
         self._prompts.clear()
+        self._place_of.clear()
         self._reused += self._key_of
         self._key_of.clear()
 
@@ -94,19 +124,22 @@ class CachedPrompts:
         """
         for request_id in preempted:
             if request_id in self._prompts:
-                self._prompts[request_id].reported = 0
+                prompt = self._prompts[request_id]
+                prompt.reported = prompt.noted = 0
+                self._take_noted(prompt)
         step.reused, self._reused = tuple(self._reused), []
         step.cached_blocks, self._cached_blocks = [*filter(None, map(self._without_reused, self._cached_blocks))], []
         for request_id, computed in scheduled.items():
-            prompt = self._prompts.get(request_id)
-            if prompt is None:
+            entry = self._prompts.get(request_id)
+            if entry is None:
                 continue
-            full = min(computed // self._block_tokens, len(prompt.keys))
-            if full > prompt.reported:
-                step.cached_blocks += self._newly_cached(
-                    prompt.keys, range(prompt.reported, full), block_ids(request_id)
-                )
-                prompt.reported = full
+            filled = computed // self._block_tokens
+            full = min(filled, len(entry.keys))
+            if full > entry.reported:
+                step.cached_blocks += self._newly_cached(entry.keys, range(entry.reported, full), block_ids(request_id))
+                entry.reported = full
+            if self._freeing_groups and filled > max(entry.noted, len(entry.keys)):
+                self._note_answer(request_id, entry, filled, block_ids(request_id))
 
     def finish(
         self, request_id: str, *, keys: Callable[[], Sequence[bytes]], computed: int, block_ids: Sequence[Sequence[int]]
@@ -117,9 +150,37 @@ class CachedPrompts:
         answer included. `keys` returns the prefix key of each full block, in order. `block_ids` are the block tables.
         """
         prompt = self._prompts.pop(request_id, None)
-        full = computed // self._block_tokens
-        if prompt is not None and full > prompt.reported == len(prompt.keys):
-            self._cached_blocks += self._newly_cached(keys()[:full], range(prompt.reported, full), block_ids)
+        if prompt is None:
+            return
+        full, noted = computed // self._block_tokens, self._take_noted(prompt)
+        if full > prompt.reported == len(prompt.keys):
+            tables = [list(table) for table in block_ids]
+            for (_, group, at), block in noted.items():
+                if at < min(full, len(tables[group])) and self._block_at(tables[group], at) == NO_BLOCK:
+                    tables[group][at] = block
+            self._cached_blocks += self._newly_cached(keys()[:full], range(prompt.reported, full), tables)
+
+    def _note_answer(self, request_id: str, prompt: _Prompt, filled: int, tables: Sequence[Sequence[int]]) -> None:
+        """Note and watch the blocks that the answer has filled since the last call, in groups that lose blocks.
+
+        The request has filled `filled` blocks of each group. `tables` are its block tables.
+        """
+        new = range(max(prompt.noted, len(prompt.keys)), filled)
+        places = (_Place(request_id, group, at) for group in self._freeing_groups for at in new)
+        blocks = {place: self._block_at(tables[place.group], place.at) for place in places}
+        blocks = {place: block for place, block in blocks.items() if block != NO_BLOCK}
+        self._watch([*blocks.values()])
+        prompt.answer_blocks |= blocks
+        self._place_of.update((block, place) for place, block in blocks.items())
+        prompt.noted = filled
+
+    def _take_noted(self, prompt: _Prompt) -> dict[_Place, int]:
+        """Forget the noted blocks of a request's answer. Return those that the pool has not reused."""
+        noted, prompt.answer_blocks = prompt.answer_blocks, {}
+        kept = {place: block for place, block in noted.items() if self._place_of.get(block) == place}
+        for block in kept.values():
+            del self._place_of[block]
+        return kept
 
     def _newly_cached(self, keys: Sequence[bytes], span: range, tables: Sequence[Sequence[int]]) -> list[CachedBlocks]:
         """Return a list with one `CachedBlocks`, for the blocks at the indexes `span` of a request's block tables.

@@ -48,7 +48,7 @@ from kvflow.connector.worker import ConnectorWorker, Results
 from kvflow.core.cache.regions import Device
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket, merge_tickets
-from kvflow.errors import ConfigError, PromptMismatch, RequestError
+from kvflow.errors import ConfigError, KVFlowError, PromptMismatch, RequestError
 from kvflow.logs import logger_of
 from kvflow.parts import importing_part
 from kvflow.runtime.part import Part
@@ -66,6 +66,7 @@ from kvflow.vllm.extra_config import (
 from kvflow.vllm.kv_cache_layout import cache_groups, groups_of
 from kvflow.vllm.nixl_settings import settings_in
 from kvflow.vllm.recent_prompts import RecentPrompts
+from kvflow.vllm.succession import Succession
 from kvflow.vllm.vllm_metrics import KVFlowPromMetrics, KVFlowStats
 from kvflow.vllm.warming import WarmRequests, cut_prompt
 from kvflow.vllm.weights import follow_weight_versions
@@ -116,6 +117,8 @@ class KVFlowMetadata(KVConnectorMetadata):
     cards: tuple[bytes, ...] = ()
     """For stock readers: all workers' encoded metadata (`EngineRanks.card`), since a stock reader may ask any worker
     about all workers. Empty if the workers have the metadata already."""
+    successor: Ticket | None = None
+    """A ticket of the server that takes this one's place, in the step after it was named."""
     idle: bool = False
     """True if the engine computes nothing in this step. The workers may then wait a moment for a load."""
 
@@ -159,6 +162,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     _cache_hit_source = CacheHitSource and CacheHitSource.P2P
     _address = ""
     """In the scheduler: address of this engine's first rank, once the workers are known."""
+    _successor: Ticket | None = None
+    """In a worker: a ticket of the server that takes this one's place; None unless an operator has named it."""
     _cards: tuple[bytes, ...] = ()
     """In the scheduler: the workers' encoded metadata for stock readers (`EngineRanks.card`), for the next step."""
     _picture_ids_from_content = True
@@ -227,6 +232,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         self._warm = WarmRequests(
             block_tokens, pulls=pulls, on_end=lambda outcome: self._stats.data["warms"].append(str(outcome))
         )
+        self._succession = Succession()
         if extra.recent_tokens_max:
             cache_bytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
             token_bytes = cache_bytes // (kv_cache_config.num_blocks * block_tokens)
@@ -316,6 +322,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         if self._prefixes is not None:
             self._prefixes.add(request, hinted)
         self._warm.add(request)
+        self._succession.add(request)
         if self._recent is not None:
             self._recent.add(request)
         offered = self._scheduling.offers(request.kv_transfer_params or {})
@@ -411,7 +418,10 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             done = {} if scheduler_output.has_sync_kv_loads else scheduled
             self._prefixes.build_step(step, done, preempted=preempted, block_ids=block_ids)
         cards, self._cards = self._cards, ()
-        return KVFlowMetadata(step, cards, idle=self._steps_alone and not scheduler_output.total_num_scheduled_tokens)
+        named = self._succession.take_named()
+        return KVFlowMetadata(
+            step, cards, named, idle=self._steps_alone and not scheduler_output.total_num_scheduled_tokens
+        )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         received, sent = connector_output.finished_recving or (), connector_output.finished_sending or ()
@@ -438,6 +448,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             )
         introduction = merge_tickets([worker.ticket for worker in workers])
         self._address = introduction.address
+        self._succession.introduction = introduction
         self._scheduler.introduce(introduction)
         self._cards = tuple(worker.card for worker in workers if worker.card)
 
@@ -453,7 +464,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         completed = request.status in _COMPLETED
         hold, params = self._scheduler.request_finished(request.request_id, completed=completed, block_ids=tables)
         recent = None if self._recent is None else self._recent.finish(request, self._address)
-        return hold, self._warm.finish(request.request_id) or recent or params
+        named = self._succession.finish(request.request_id)
+        return hold, self._warm.finish(request.request_id) or recent or named or params
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         return tuple(group.index for group in self._groups)
@@ -550,7 +562,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
         vLLM calls this before the step writes any block.
         """
-        step = cast(KVFlowMetadata, kv_connector_metadata).step
+        metadata = cast(KVFlowMetadata, kv_connector_metadata)
+        step, self._successor = metadata.step, metadata.successor or self._successor
         ready = self._record_event() if step.save_cached else None
         self._worker.prepare(
             step if self._asks_for_engine else msgspec.structs.replace(step, questions=[]), ready=ready
@@ -633,8 +646,14 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return taken
 
     def shutdown(self) -> None:
-        if self.role is KVConnectorRole.WORKER:
-            self._runtime.close()
+        if self.role is not KVConnectorRole.WORKER:
+            return
+        if self._successor is not None:  # readers that wait here are sent there, and goodbyes name it
+            try:
+                self._runtime.drain(successor=self._successor)
+            except (KVFlowError, TimeoutError) as error:
+                logger.warning("the server that takes this one's place is not named to readers: %s", error)
+        self._runtime.close()
 
     def _record_event(self) -> DeviceEvent | None:
         """Return a new device event that happens once all work submitted so far is done. None on the CPU."""

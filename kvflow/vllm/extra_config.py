@@ -92,6 +92,8 @@ class Extra(msgspec.Struct, frozen=True, kw_only=True):
     prefix_peers: tuple[str, ...] | None = None
     """Addresses, one for each engine, to ask for a prefix of the prompt if a request has no ticket. (): ask only peers
     that the router names. None: ask no peer, unless `prefix_events` has sources."""
+    follow_successors: bool = False
+    """True to ask, in place of a peer that is gone, the engine that its goodbye has named."""
     prefix_events: tuple[EventsExtra, ...] = ()
     """Sources of other engines' KV events: this engine also asks engines that, according to their events, have part of
     a prefix. `holder` is an engine's address, as in `prefix_peers`."""

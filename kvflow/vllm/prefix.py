@@ -7,7 +7,7 @@ write to it. No block is pinned for peers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -71,7 +71,7 @@ def prefix_peers_of(vllm_config: VllmConfig, extra: Extra) -> PrefixPeers:
     """
     parallel = vllm_config.parallel_config
     return PrefixPeers(
-        prefixes=Prefixes(),
+        prefixes=Prefixes(follow_successors=extra.follow_successors),
         wait_s=extra.prefix_wait_s,
         events=tuple(EventSource(**msgspec.structs.asdict(source)) for source in extra.prefix_events),
         known_peers=(*known_peers(extra), *(source.holder for source in extra.prefix_events)),
@@ -107,8 +107,23 @@ class RequestPrefixes:
         self._scheduling = scheduling
         self._picture_ids_from_content = picture_ids_from_content(vllm_config)
         self._block_tokens = groups[0].facts.block_size
+        self._freeing_groups = [index for index, group in enumerate(groups) if group.frees_blocks]
         self._shares_prefixes = extra.share_prefixes and not why
+        interval = getattr(kv_cache_config, "prefix_cache_retention_interval", None)
+        if self._shares_prefixes and self._freeing_groups and interval not in (None, self._block_tokens):
+            logger.info(
+                "vLLM reuses most blocks of windows before all others, so peers may not find answers and prefixes: "
+                "with --prefix-cache-retention-interval %d it does not",
+                self._block_tokens,
+            )
+        self._ended: list[KVCacheBlock] = []
+        """Blocks of ended requests, in groups with windows, that vLLM has not freed, or has freed since the last step.
+        """
         self._cached_prompts: CachedPrompts | None = None
+        self._blocks: Sequence[KVCacheBlock] = ()
+        self._watch: Callable[[Sequence[int]], None] | None = None
+        """The pool's blocks by id, and a function that has the pool watch blocks, and reuse them last if they are free;
+        None if no prefixes are shared."""
         self.pulls = extra.pulls_prefixes and not why
         """True if requests ask peers for prefixes."""
         self._adapter_ids = BoundedMap[tuple[str, str], int](_ADAPTERS_MAX)
@@ -137,8 +152,11 @@ class RequestPrefixes:
             pool.touch(blocks)
             pool.unpin_blocks(blocks, on_reuse)
 
+        self._blocks, self._watch = pool.blocks, watch
         null_block = pool.null_block.block_id
-        cached_prompts = self._cached_prompts = CachedPrompts(self._block_tokens, watch, null_block=null_block)
+        cached_prompts = self._cached_prompts = CachedPrompts(
+            self._block_tokens, watch, null_block=null_block, freeing_groups=self._freeing_groups
+        )
 
     @property
     def must_report(self) -> bool:
@@ -203,6 +221,18 @@ class RequestPrefixes:
         """
         if self._cached_prompts is not None:
             self._cached_prompts.build_step(step, scheduled, preempted=preempted, block_ids=block_ids)
+            if self._ended and self._watch is not None:
+                self._reuse_last(self._cached_prompts, self._watch)
+
+    def _reuse_last(self, cached_prompts: CachedPrompts, watch: Callable[[Sequence[int]], None]) -> None:
+        """Have the pool reuse the freed ones of `_ended` last, not first.
+
+        vLLM reuses a freed block first if its own prefix cache does not have it. Of a window, vLLM's cache has only the
+        blocks around the prompt's end (`prefix_cache_retention_interval`), but peers ask for the answer, too.
+        """
+        known = [block for block in self._ended if block.block_hash is None and cached_prompts.holds(block.block_id)]
+        self._ended = [block for block in known if block.ref_cnt]
+        watch([block.block_id for block in known if block.ref_cnt == 0])
 
     def withdraw_all(self) -> None:
         """With the next step, take all shared blocks back: they were computed with weights that are replaced."""
@@ -216,3 +246,6 @@ class RequestPrefixes:
             self._cached_prompts.finish(
                 request.request_id, keys=lambda: self._keys(request, computed), computed=computed, block_ids=block_ids
             )
+            if self._blocks:
+                ids = [block_id for index in self._freeing_groups for block_id in block_ids[index]]
+                self._ended += [block for block in map(self._blocks.__getitem__, ids) if not block.is_null]

@@ -29,6 +29,8 @@ class Servers:
             "token_bytes": TOKEN_BYTES,
             "requests": [{"prompt": prompt} for prompt in PROMPTS],
         }
+        self.introduction: Any = {"remote_engine_id": "new"}
+        self.successor: Any = None
         self.outcomes = list(outcomes)
         self.warmed: list[Mapping[str, Any]] = []
 
@@ -38,6 +40,14 @@ class Servers:
             return {"data": [{"id": "model"}]}
         assert body is not None
         assert body["max_tokens"] == 1
+        asked = body["kv_transfer_params"]["kvflow"]
+        if "introduce" in asked:
+            assert url == f"{NEW}/v1/completions"
+            return {"kv_transfer_params": {"kvflow": {"introduction": self.introduction}}}
+        if "successor" in asked:
+            assert url == f"{OLD}/v1/completions"
+            self.successor = asked["successor"]
+            return {"kv_transfer_params": {"kvflow": {"successor": {"engine_id": "new"}}}}
         if url == f"{OLD}/v1/completions":
             assert body["kv_transfer_params"]["kvflow"]["recent"] > 0
             return {"kv_transfer_params": {"kvflow": {"recent": self.recent}}}
@@ -71,6 +81,20 @@ def test_the_new_server_reads_each_prompt_from_the_old_one() -> None:
     assert all(body["kv_transfer_params"] == params for body in servers.warmed)
     assert [body["model"] for body in servers.warmed] == ["model", "adapter", "model", "model"]
     assert servers.warmed[1]["cache_salt"] == "tenant"
+
+
+def test_the_old_server_learns_who_takes_its_place() -> None:
+    servers = Servers()
+    assert servers.hand_on().named
+    assert servers.successor == servers.introduction
+
+
+def test_a_server_that_knows_no_successors_hands_on_all_the_same() -> None:
+    servers = Servers()
+    servers.introduction = None
+    handed_on = servers.hand_on()
+    assert (handed_on.named, handed_on.outcomes) == (False, {"loaded": 4})
+    assert servers.successor is None
 
 
 def test_what_was_not_found_is_asked_for_once_more() -> None:

@@ -270,6 +270,18 @@ def rendezvous(introduction: Ticket, ttl_s: float = 30.0) -> tuple[dict[str, Any
     return producer_params(ticket), ticket.to_params()
 
 
+@contextlib.contextmanager
+def _computing(
+    producer: Server, introduction: Ticket, prompt: Sequence[int], max_tokens: int, **more: Any
+) -> Iterator[dict[str, Any]]:
+    """Have the prefill side compute a prompt meanwhile. Yield the parameters for the decode side."""
+    to_compute, to_receive = rendezvous(introduction)
+    with ThreadPoolExecutor(1) as other:
+        computing = other.submit(producer.complete, prompt, max_tokens, kv_transfer_params=to_compute, **more)
+        yield to_receive
+        computing.result()
+
+
 def flow(
     producer: Server,
     consumer: Server,
@@ -281,17 +293,23 @@ def flow(
     **more: Any,
 ) -> str:
     """A router that asks both sides at once."""
-    to_compute, to_receive = rendezvous(introduction)
-    with ThreadPoolExecutor(1) as other:
-        computing = other.submit(producer.complete, prompt, prefill_tokens, kv_transfer_params=to_compute, **more)
-        text = consumer.text(prompt, max_tokens, kv_transfer_params=to_receive, **more)
-        computing.result()
-        return text
+    with _computing(producer, introduction, prompt, prefill_tokens, **more) as params:
+        return consumer.text(prompt, max_tokens, kv_transfer_params=params, **more)
 
 
-def hand_over_ids(producer: Server, consumer: Server, prompt: Sequence[int], max_tokens: int = 16) -> list[int]:
+def flow_ids(
+    producer: Server, consumer: Server, introduction: Ticket, prompt: Sequence[int], max_tokens: int = 16, **more: Any
+) -> list[int]:
     """The same, with the answer's tokens."""
-    return consumer.ids(prompt, max_tokens, kv_transfer_params=prefill(producer, prompt))
+    with _computing(producer, introduction, prompt, 1, **more) as params:
+        return consumer.ids(prompt, max_tokens, kv_transfer_params=params, **more)
+
+
+def hand_over_ids(
+    producer: Server, consumer: Server, prompt: Sequence[int], max_tokens: int = 16, **more: Any
+) -> list[int]:
+    """The router that forwards; the answer's tokens."""
+    return consumer.ids(prompt, max_tokens, kv_transfer_params=prefill(producer, prompt, **more), **more)
 
 
 def python_path(version: str = VERSION) -> str:

@@ -24,6 +24,7 @@ from kvflow.core.protocol.prompts import prompt_digest
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.vllm.connector import KVFlowConnector
 from kvflow.vllm.engine_requests import engine_request_of, picture_ids_from_content, sharing_of, tokens_of
+from kvflow.vllm.succession import Succession
 from kvflow.vllm.vllm_metrics import KVFlowStats
 from kvflow.vllm.warming import WarmRequests
 from tests.support.tests_support import any_ticket
@@ -137,6 +138,7 @@ def test_samples_of_a_request_wait_for_the_first_load() -> None:
 def connector_of() -> KVFlowConnector:
     made = KVFlowConnector.__new__(KVFlowConnector)
     made._warm = WarmRequests(16, pulls=False, on_end=lambda _: None)
+    made._succession = Succession()
     made._scheduling = SchedulingConfig(block_size=4, lease_ttl_s=9.0)
     made._scheduler = ConnectorScheduler(made._scheduling, new_secret=lambda: "secret")
     made._scheduler.introduce(any_ticket())

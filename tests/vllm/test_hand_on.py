@@ -9,10 +9,12 @@ import pytest
 
 from kvflow.cli.hand_on import HandedOnPrompts, hand_on, send_json
 from kvflow.vllm.recent_prompts import RecentPrompts
+from kvflow.vllm.succession import Succession
+from tests.support.tests_support import any_ticket
 from tests.vllm.conftest import Site
 from tests.vllm.servers import MODELS, Server, Setup
 from tests.vllm.test_models import BLOCK_SIZE, OPTIONS, prompt_of
-from tests.vllm.test_prefix import BY_SOURCE, extra_of
+from tests.vllm.test_prefix import BY_SOURCE, Counted, at, extra_of, until
 
 _MORE: dict[str, Any] = {"prefix_peers": [], "prefix_tokens_min": BLOCK_SIZE, "recent_tokens_max": 1 << 16}
 _COUNTED, _NEW, _ANSWER = 3, 20, 16
@@ -37,11 +39,11 @@ class Talks:
     def turn(self, server: Server) -> int:
         """Have the server answer the next turn of each. Return how many tokens of earlier turns it has computed."""
         before, new = computed(server), 0
-        for at, prompt in enumerate(self.prompts):
-            new += len(prompt) - self.kept[at]
+        for number, prompt in enumerate(self.prompts):
+            new += len(prompt) - self.kept[number]
             answer = server.ids(prompt, _ANSWER)
-            self.kept[at] = (len(prompt) + len(answer) - 1) // BLOCK_SIZE * BLOCK_SIZE
-            self.prompts[at] = [*prompt, *answer, *prompt_of(_NEW, len(prompt))]
+            self.kept[number] = (len(prompt) + len(answer) - 1) // BLOCK_SIZE * BLOCK_SIZE
+            self.prompts[number] = [*prompt, *answer, *prompt_of(_NEW, len(prompt))]
         return int(computed(server) - before) - _COUNTED - new
 
 
@@ -88,7 +90,80 @@ def test_a_rolling_restart_recomputes_a_tenth_of_what_it_did(site: Site) -> None
     print(f"recomputed of 3 histories: {warm} tokens with a hand-on, {cold} without")
 
 
+def leaving(role: str, name: str, core: int, *peers: str, **more: Any) -> Setup:
+    extra = tuple({**dict(extra_of(name)), **_MORE, "prefix_peers": [at(peer) for peer in peers], **more}.items())
+    return Setup(role=role, core=core, model=MODELS / "full", options=OPTIONS, policy="recompute", extra=extra)
+
+
+def test_readers_follow_a_server_that_leaves_to_its_successor(site: Site) -> None:
+    """The reader knows the address of the old server only; the goodbye of the old server names the new one."""
+    reader_setup = leaving("kv_consumer", "reader", 1, "holder", follow_successors=True)
+    producer = leaving("kv_both", "holder", 0)
+    old, reader = site.have(producer, reader_setup)
+    new = Server.start(leaving("kv_both", "both", 0))
+    try:
+        new.wait_up()
+        history, known = prompt_of(500, 51), prompt_of(300, 52)
+        expected = old.ids(history, 16, cache_salt="alone")
+        for prompt in (known, history):
+            old.ids(prompt, 16)
+        counted = Counted(reader)
+        reader.ids(known, 1)
+        until(reader, counted, "external", 288)
+        handed_on = hand_on(old.url, new.url, bytes_max=None, within_s=120.0, send=send_json)
+        assert handed_on.named
+        assert handed_on.outcomes["loaded"] >= 2
+        old.stop()
+        counted = Counted(reader)
+        assert reader.ids(history, 16) == expected
+        until(reader, counted, "external", 480)
+        assert counted.found == 1
+    finally:
+        new.stop()
+
+
 # --- without a server
+
+
+def asks(name: str, **extra: Any) -> Any:
+    return request_of(7, 1, request_id=name, kv_transfer_params={"kvflow": extra})
+
+
+def test_a_server_introduces_itself_and_learns_of_its_successor() -> None:
+    new, old = Succession(), Succession()
+    new.introduction = any_ticket(engine_id="new")
+    request = asks("r", introduce=True)
+    new.add(request)
+    assert request.max_tokens == 1
+    answer = new.finish("r")
+    assert answer is not None
+    old.add(asks("s", successor=answer["kvflow"]["introduction"]))
+    assert old.finish("s") == {"kvflow": {"successor": {"engine_id": "new"}}}
+    named = old.take_named()
+    assert named is not None
+    assert (named.engine_id, named.address) == ("new", new.introduction.address)
+    assert old.take_named() is None, "the workers learn of it once"
+    assert (new.finish("r"), new.take_named()) == (None, None)
+
+
+@pytest.mark.parametrize("given", [None, 7, {}, "tcp://10.0.0.8:5600", {"remote_engine_id": 3}])
+def test_what_is_no_server_is_refused_in_the_answer(given: Any) -> None:
+    old = Succession()
+    old.add(asks("s", successor=given))
+    answer = old.finish("s")
+    assert answer is not None
+    assert "kvflow.successor" in answer["kvflow"]["successor"]["reason"]
+    assert old.take_named() is None
+
+
+def test_a_server_is_not_its_own_successor() -> None:
+    old = Succession()
+    assert old.finish("unknown") is None
+    old.add(asks("early", introduce=True))
+    assert old.finish("early") == {"kvflow": {"introduction": None}}
+    old.introduction = any_ticket(engine_id="old")
+    old.add(asks("s", successor=old.introduction.to_params()))
+    assert old.take_named() is None
 
 
 def request_of(number: int, length: int, turn: int = 0, **more: Any) -> Any:

@@ -28,6 +28,7 @@ from kvflow.vllm.connector import KVFlowConnector, KVFlowIntroduction
 from kvflow.vllm.extra_config import REFUSED_OPTIONS, scheduling_of
 from kvflow.vllm.kv_cache_layout import groups_of
 from kvflow.vllm.named_nixl import NixlConnector
+from kvflow.vllm.succession import Succession
 from tests.vllm.options import HANDLED, INDIFFERENT, REFUSED
 from tests.vllm.test_settings import FULL, HEADS, cache_of, vllm_config
 
@@ -105,6 +106,7 @@ def test_a_scheduler_that_knows_only_some_ranks_is_refused() -> None:
     """Torchrun's way, external_launcher: each rank has a scheduler, which would offer only its own blocks."""
     connector = KVFlowConnector.__new__(KVFlowConnector)
     connector._scheduler = ConnectorScheduler(scheduling_of(vllm_config(), [FULL]), new_secret=lambda: "secret")
+    connector._succession = Succession()
     config = Config(engine_id="prefill", listen="tcp://127.0.0.1:0", transport="inproc", tp_size=2, num_kv_heads=4)
     with Runtime(config) as runtime:
         cache = {"layers.0": torch.zeros(2, 4, 2, 16, 8)}

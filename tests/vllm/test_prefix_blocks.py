@@ -64,13 +64,17 @@ class Engine:
     """A scheduler, and a worker that has its steps in turn; `steps_behind` are computed late, as with async
     scheduling."""
 
-    def __init__(self, config: VllmConfig, blocks: int, *, windows: bool, steps_behind: int) -> None:
+    def __init__(
+        self, config: VllmConfig, blocks: int, *, windows: bool, steps_behind: int, retention: int | None = None
+    ) -> None:
         config.cache_config.num_gpu_blocks = blocks
         shape: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
         groups = [KVCacheGroupSpec(["layers.0"], FullAttentionSpec(**shape))]
         if windows:
             groups.append(KVCacheGroupSpec(["layers.1"], SlidingWindowSpec(**shape, sliding_window=WINDOW)))
         cache = KVCacheConfig(blocks, [], groups)
+        if retention is not None:  # vLLM before 0.32 has no such field
+            cache.prefix_cache_retention_interval = retention
         hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_fn)
         self.hasher = get_request_block_hasher(BLOCK_SIZE, hash_fn)
@@ -190,9 +194,9 @@ class Engine:
 
 
 @contextmanager
-def engine_of(config: VllmConfig, blocks: int, *, windows: bool = False, steps_behind: int = 0) -> Iterator[Engine]:
+def engine_of(config: VllmConfig, blocks: int, **how: Any) -> Iterator[Engine]:
     with set_current_vllm_config(config):
-        made = Engine(config, blocks, windows=windows, steps_behind=steps_behind)
+        made = Engine(config, blocks, **{"windows": False, "steps_behind": 0, **how})
         yield made
         made.scheduler.shutdown()
 
@@ -210,15 +214,18 @@ def run_all(engine: Engine) -> None:
 @pytest.mark.parametrize("caching", [True, False], ids=["caching", "no caching"])
 @pytest.mark.parametrize("windows", [False, True], ids=["full", "windows"])
 @pytest.mark.parametrize("steps_behind", [0, 1], ids=["in turn", "steps_behind"])
+@pytest.mark.parametrize("retention", [None, 0], ids=["dense", "sparse"])
 @pytest.mark.parametrize("seed", range(4))
 def test_no_run_is_of_blocks_that_hold_something_else(
-    seed: int, steps_behind: int, windows: bool, caching: bool
+    seed: int, retention: int | None, steps_behind: int, windows: bool, caching: bool
 ) -> None:
     """Prompts with common beginnings, in a cache too small for them: evicted, preempted, aborted, reset."""
     rng = random.Random(seed)
     stems = [tokens_of(rng, rng.randrange(60, 200)) for _ in range(3)]
     config = config_of(enable_prefix_caching=caching)
-    with engine_of(config, 40, windows=windows, steps_behind=steps_behind) as engine:
+    if retention is not None and not windows:
+        pytest.skip("only windows are retained sparsely")
+    with engine_of(config, 40, windows=windows, steps_behind=steps_behind, retention=retention) as engine:
         free = engine.pool.get_num_free_blocks()
         found, longest = 0, 0
         for nth in range(60):
@@ -258,6 +265,38 @@ def test_everything_that_the_pool_has_is_in_the_prefix_cache_too() -> None:
         assert pinned is not None
         assert pinned.num_tokens == 128  # of 139 tokens that were computed
         assert engine.ask(tokens_of(rng, 100)) is None
+
+
+@pytest.mark.parametrize("steps_behind", [0, 1], ids=["in turn", "steps_behind"])
+@pytest.mark.parametrize("answer", range(90, 90 + BLOCK_SIZE, 3))
+def test_an_answer_longer_than_the_window_is_in_the_prefix_cache(answer: int, steps_behind: int) -> None:
+    """The window has lost the answer's first blocks, of which a shorter prefix, or the whole answer, needs some."""
+    rng = random.Random(answer)
+    with engine_of(config_of(), 64, windows=True, steps_behind=steps_behind) as engine:
+        prompt = tokens_of(rng, 50)
+        engine.add("a", prompt, answer)
+        run_all(engine)
+        said = [*prompt, *[ANSWER] * answer]
+        for length in (len(said) - 1, 2 * WINDOW + 25):
+            pinned = engine.ask(said[:length])
+            assert pinned is not None
+            assert pinned.num_tokens == length // BLOCK_SIZE * BLOCK_SIZE
+
+
+@pytest.mark.parametrize("steps_behind", [0, 1], ids=["in turn", "steps_behind"])
+def test_windows_of_an_answer_are_reused_last(steps_behind: int) -> None:
+    """By default vLLM's own cache does not keep them, and vLLM would give them to the next request."""
+    rng = random.Random(7)
+    with engine_of(config_of(), 64, windows=True, steps_behind=steps_behind, retention=0) as engine:
+        prompt = tokens_of(rng, 50)
+        engine.add("a", prompt, 60)
+        run_all(engine)
+        for name in ("b", "c"):
+            engine.add(name, tokens_of(rng, 100), 30)
+            run_all(engine)
+        pinned = engine.ask([*prompt, *[ANSWER] * 60])
+        assert pinned is not None
+        assert pinned.num_tokens == 96  # of 109 tokens that were computed
 
 
 def test_a_reset_leaves_nothing_in_the_prefix_cache_and_takes_one_step_of_an_idle_engine() -> None:

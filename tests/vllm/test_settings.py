@@ -49,6 +49,7 @@ from kvflow.vllm.connector import KVFlowConnector, KVFlowIntroduction, KVFlowMet
 from kvflow.vllm.extra_config import config_of, extra_of, scheduling_of, warn_of_side_channel
 from kvflow.vllm.kv_cache_layout import Group, groups_of
 from kvflow.vllm.prefix import RequestPrefixes
+from kvflow.vllm.succession import Succession
 from kvflow.vllm.vllm_metrics import KVFlowStats
 from kvflow.vllm.warming import WarmRequests
 from tests.support.tests_support import any_ticket
@@ -323,6 +324,7 @@ def test_the_last_token_is_left_only_by_who_offers(role: str, params: dict[str, 
     connector._scheduler = ConnectorScheduler(connector._scheduling, new_secret=lambda: "secret")
     connector._stats = KVFlowStats()
     connector._warm = WarmRequests(16, pulls=False, on_end=lambda _: None)
+    connector._succession = Succession()
     prompt = [5, 6, 7]
     request: Any = SimpleNamespace(
         request_id="r",
@@ -417,6 +419,7 @@ def test_a_sleep_unregisters_the_cache_and_waking_introduces_its_ranks_anew() ->
         worker._cache_groups = [CacheGroup("full", {"layers.0": cache}, layout)]
         scheduler._scheduling = scheduling_of(config, [FULL])
         scheduler._scheduler = ConnectorScheduler(scheduler._scheduling, new_secret=lambda: "secret")
+        scheduler._succession = Succession()
         worker._register(follow_events=False)
         worker.restore_kv_caches()
         first = worker.get_handshake_metadata()
@@ -470,6 +473,7 @@ def test_what_workers_show_stock_readers_goes_to_all_of_them_with_the_next_step(
     scheduler, worker = (KVFlowConnector.__new__(KVFlowConnector) for _ in range(2))
     made, seen = ConnectorScheduler(scheduling_of(vllm_config(), [FULL]), new_secret=lambda: "secret"), list[Any]()
     scheduler._scheduler, worker._role = made, KVConnectorRole.WORKER
+    scheduler._succession = Succession()
     worker._ranks = SimpleNamespace(show=seen.append)  # type: ignore[assignment]
     with Runtime(Config(engine_id="prefill", listen="tcp://127.0.0.1:0", transport="inproc")) as runtime:
         cache = {"layers.0": torch.zeros(2, 4, 2, 16, 8)}
@@ -498,6 +502,7 @@ def test_only_a_step_that_computes_nothing_waits(alone: bool, tokens: int, waits
     """Longer the more steps have waited in vain. Nor does it if others wait for the step, as data-parallel ones do."""
     scheduler, worker = (KVFlowConnector.__new__(KVFlowConnector) for _ in range(2))
     scheduler._scheduler = ConnectorScheduler(scheduling_of(vllm_config(), [FULL]), new_secret=lambda: "secret")
+    scheduler._succession = Succession()
     scheduler._steps_alone = alone
     waited: list[float] = []
 
