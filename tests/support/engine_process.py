@@ -1,29 +1,35 @@
 """An engine in another process: calls to it, signals, and a check that it leaves nothing behind.
 
 Engines are forked from one server process that has already imported everything, so an engine starts in half a second.
-No NIXL agent exists before the fork. If the environment sets UCX's log, engines have to be `fresh`, that is spawned.
+No NIXL agent exists before the fork. If the environment sets UCX's log, processes have to be spawned.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import json
 import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from functools import cache
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from socket import socket, socketpair
+from types import SimpleNamespace
 from typing import Any, Self
+from unittest import mock
 
 import uvloop
 
+from kvflow.bench import child
+from kvflow.bench.child import Environment
 from tests.support.engine import EngineSetup, open_engine
 from tests.support.steered_loop import SteeredLoop
 from tests.support.verbs import LINE_BYTES_MAX, EngineError, described, line, serve
@@ -35,7 +41,7 @@ _MS_REC, _MS_PRIVATE = 0x4000, 0x40000  # linux/mount.h
 TRANSPORTS: Mapping[str, Mapping[str, str]] = {"shm": {}, "tcp": {"UCX_TLS": "tcp"}}
 
 
-def run_engine(commands: socket, brake: Connection, setup: EngineSetup, environment: Mapping[str, str | None]) -> None:
+def run_engine(commands: socket, brake: Connection, setup: EngineSetup, environment: Environment) -> None:
     """Run an engine in this process until the verb "quit", or until the test closes its end of the socket."""
     for name, value in environment.items():
         os.environ.pop(name, None)
@@ -93,7 +99,7 @@ class Call:
 class EngineProcess:
     """The process of an engine, which is starting; `ready` waits until it has started."""
 
-    def __init__(self, setup: EngineSetup, environment: Mapping[str, str | None], *, fresh: bool = False) -> None:
+    def __init__(self, setup: EngineSetup, environment: Environment, *, fresh: bool = False) -> None:
         self.setup = setup
         self.engine_id = setup.engine_id
         self._commands, commands = socketpair()
@@ -209,7 +215,7 @@ class EngineProcess:
 class Engines:
     """Starts engines with the same environment. At the end of a `with` without error they must exit with code 0."""
 
-    def __init__(self, environment: Mapping[str, str | None], *, fresh: bool = False) -> None:
+    def __init__(self, environment: Environment, *, fresh: bool = False) -> None:
         self._environment, self._fresh = environment, fresh
         self._started: list[EngineProcess] = []
 
@@ -253,3 +259,39 @@ def forking() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "uvloop", "kvflow", "kvflow.runtime.runtime", "nixl._bindings"])
     return context
+
+
+class BenchContext:
+    """Forks the children of `kvflow.bench.child`, in place of the context that spawns them.
+
+    A spawned child imports torch, which takes longer than most of what tests do with it.
+    """
+
+    Pipe = staticmethod(multiprocessing.Pipe)
+
+    @staticmethod
+    def Process(target: Callable[..., None], args: tuple[Any, ...], **named: Any) -> BaseProcess:  # noqa: N802
+        environment: Environment = args[-1]
+        if logs_of_ucx(environment):
+            return multiprocessing.get_context("spawn").Process(target=target, args=args, **named)
+        return forking().Process(target=_run_child, args=(target, args, dict(os.environ)), **named)
+
+
+def logs_of_ucx(environment: Environment) -> bool:
+    """Return whether `environment` sets UCX's log, which UCX reads when it is loaded."""
+    return "UCX_LOG_FILE" in environment
+
+
+def _run_child(target: Callable[..., None], args: tuple[Any, ...], inherited: dict[str, str]) -> None:
+    """Run a child of a bench. It ends with its parent, which is the server process, and that ends with the test."""
+    os.environ.clear()
+    os.environ.update(inherited)
+    pipe, _, *others = args
+    target(pipe, os.getppid(), *others)
+
+
+@contextlib.contextmanager
+def forked_children() -> Iterator[None]:
+    """Let `kvflow.bench.child` fork its children inside the block."""
+    with mock.patch.object(child, "multiprocessing", SimpleNamespace(get_context=lambda _: BenchContext)):
+        yield
