@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.engine_process import forked_children
+from kvflow.bench import child
+from tests.support.engine_process import forked_processes
 
 
 @pytest.fixture(scope="module", autouse=True)
 def children() -> Iterator[None]:
-    with forked_children():
+    with forked_processes(child):
         yield

@@ -22,13 +22,12 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from socket import socket, socketpair
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, Self
 from unittest import mock
 
 import uvloop
 
-from kvflow.bench import child
 from kvflow.bench.child import Environment
 from tests.support.engine import EngineSetup, open_engine
 from tests.support.steered_loop import SteeredLoop
@@ -261,20 +260,16 @@ def forking() -> ForkServerContext:
     return context
 
 
-class BenchContext:
-    """Forks the children of `kvflow.bench.child`, in place of the context that spawns them.
-
-    A spawned child imports torch, which takes longer than most of what tests do with it.
-    """
+class ForkingContext:
+    """Forks processes that would be spawned: each would import torch, which takes longer than most tests of it."""
 
     Pipe = staticmethod(multiprocessing.Pipe)
 
     @staticmethod
     def Process(target: Callable[..., None], args: tuple[Any, ...], **named: Any) -> BaseProcess:  # noqa: N802
-        environment: Environment = args[-1]
-        if logs_of_ucx(environment):
+        if any(logs_of_ucx(argument) for argument in args if isinstance(argument, dict)):
             return multiprocessing.get_context("spawn").Process(target=target, args=args, **named)
-        return forking().Process(target=_run_child, args=(target, args, dict(os.environ)), **named)
+        return forking().Process(target=_run_forked, args=(os.getpid(), dict(os.environ), target, args), **named)
 
 
 def logs_of_ucx(environment: Environment) -> bool:
@@ -282,16 +277,15 @@ def logs_of_ucx(environment: Environment) -> bool:
     return "UCX_LOG_FILE" in environment
 
 
-def _run_child(target: Callable[..., None], args: tuple[Any, ...], inherited: dict[str, str]) -> None:
-    """Run a child of a bench. It ends with its parent, which is the server process, and that ends with the test."""
+def _run_forked(starter: int, inherited: dict[str, str], target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    """Run `target` with the environment of the process `starter`. The parent here is the server process."""
     os.environ.clear()
     os.environ.update(inherited)
-    pipe, _, *others = args
-    target(pipe, os.getppid(), *others)
+    target(*(os.getppid() if type(argument) is int and argument == starter else argument for argument in args))
 
 
 @contextlib.contextmanager
-def forked_children() -> Iterator[None]:
-    """Let `kvflow.bench.child` fork its children inside the block."""
-    with mock.patch.object(child, "multiprocessing", SimpleNamespace(get_context=lambda _: BenchContext)):
+def forked_processes(module: ModuleType) -> Iterator[None]:
+    """Inside the block, let `module` fork the processes that it would spawn."""
+    with mock.patch.object(module, "multiprocessing", SimpleNamespace(get_context=lambda _: ForkingContext)):
         yield
