@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -40,6 +41,16 @@ LOOPS_MATTER = {
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="run everything, with full budgets")
     parser.addoption("--thorough-only", action="store_true", help="run only what the fast suite leaves out")
+
+
+@pytest.fixture(scope="module")
+def forked_children() -> Iterator[None]:
+    """The children of benches and of the doctor are forked, from a process that has imported torch."""
+    from kvflow.bench import child
+    from tests.support.engine_process import forked_processes
+
+    with forked_processes(child):
+        yield
 
 
 def pytest_configure(config: pytest.Config) -> None:
