@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from kvflow.bench.child import QUIET_ENVIRONMENT
 from tests.support.engine import EngineSetup
-from tests.support.engine_process import Call, EngineProcess, Engines, logs_of_ucx
+from tests.support.engine_process import Call, EngineProcess, Engines
 from tests.support.pools import PoolShape, scattered_ids
 from tests.support.verbs import EngineError
 
@@ -86,7 +86,7 @@ def engines(
 
     Where a device is measured, no process is forked.
     """
-    fresh = reader.device.startswith("cuda") or logs_of_ucx(environment or {})
+    fresh = reader.device.startswith("cuda")
     with Engines({**QUIET_ENVIRONMENT, **(environment or {})}, fresh=fresh) as started:
         both = started.start(producer, reader)
         yield Pair(engines=started, producer=both[0], reader=both[1], pool=reader.pool)
