@@ -54,6 +54,9 @@ def forked_children() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Threads of torch spin while they wait for each other. With some processes on each core, comparing the blocks of a
+    # small cache took ten times the CPU. Workers and the processes that tests start inherit this.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if config.getoption("--thorough") or config.getoption("--thorough-only"):
         os.environ["KVFLOW_THOROUGH"] = "1"  # read where a budget is declared, by this process and by xdist's
     # On a machine that does other things too, an example may be slow without being wrong.
