@@ -27,6 +27,9 @@ collect_ignore = ["ray", "sglang", "vllm"]  # each has an environment and a pyte
 PROCESSES = ("accelerator", "nixl", "bench", "gpu", "examples", "doctor", "cli")
 """Tests that start processes. Tests of one file run one after the other, and share their processes."""
 
+LONG = ("test_parts.py", "simulator")
+"""Tests in this process that take longest: they begin first, so that no core is idle at the end."""
+
 LOOPS = ("asyncio", "uvloop")
 VARIANTS = (*LOOPS, "shm", "tcp", "UCX", "UCX,POSIX")
 """Of a test that exists once per event loop, transport or set of NIXL's backends, the fast suite runs one, drawn by the
@@ -87,7 +90,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker(pytest.mark.budget)
-    items.sort(key=lambda item: item.path.relative_to(HERE).parts[0] not in PROCESSES)  # the long groups begin first
+    places = {item: item.path.relative_to(HERE).parts[0] for item in items}
+    items.sort(key=lambda item: (places[item] not in PROCESSES, places[item] not in LONG))
     _mark_variants(items)
     if any("::" in argument for argument in config.args):
         return
