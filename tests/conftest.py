@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -26,6 +27,9 @@ collect_ignore = ["ray", "sglang", "vllm"]  # each has an environment and a pyte
 PROCESSES = ("accelerator", "nixl", "bench", "gpu", "examples", "doctor", "cli")
 """Tests that start processes. Tests of one file run one after the other, and share their processes."""
 
+LONG = ("test_parts.py", "simulator")
+"""Tests in this process that take longest: they begin first, so that no core is idle at the end."""
+
 LOOPS = ("asyncio", "uvloop")
 VARIANTS = (*LOOPS, "shm", "tcp", "UCX", "UCX,POSIX")
 """Of a test that exists once per event loop, transport or set of NIXL's backends, the fast suite runs one, drawn by the
@@ -42,7 +46,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough-only", action="store_true", help="run only what the fast suite leaves out")
 
 
+@pytest.fixture(scope="module")
+def forked_children() -> Iterator[None]:
+    """The children of benches and of the doctor are forked, from a process that has imported torch."""
+    from kvflow.bench import child
+    from tests.support.engine_process import forked_processes
+
+    with forked_processes(child):
+        yield
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    # Threads of torch spin while they wait for each other. With some processes on each core, comparing the blocks of a
+    # small cache took ten times the CPU. Workers and the processes that tests start inherit this.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if config.getoption("--thorough") or config.getoption("--thorough-only"):
         os.environ["KVFLOW_THOROUGH"] = "1"  # read where a budget is declared, by this process and by xdist's
     # On a machine that does other things too, an example may be slow without being wrong.
@@ -73,7 +90,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker(pytest.mark.budget)
-    items.sort(key=lambda item: item.path.relative_to(HERE).parts[0] not in PROCESSES)  # the long groups begin first
+    places = {item: item.path.relative_to(HERE).parts[0] for item in items}
+    items.sort(key=lambda item: (places[item] not in PROCESSES, places[item] not in LONG))
     _mark_variants(items)
     if any("::" in argument for argument in config.args):
         return

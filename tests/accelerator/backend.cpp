@@ -132,7 +132,7 @@ Arena& arena(DeviceIndex device) {
 // --- streams and events
 
 std::mutex& mutex = *new std::mutex;  // of all that follows; never destroyed, since the threads never end
-std::condition_variable& changed = *new std::condition_variable;
+std::condition_variable& changed = *new std::condition_variable;  // but for work that a stream may begin
 bool held = false;
 int64_t waiting = 0;  // threads of the host that wait for a stream, an event or a device
 int64_t failing_copies = 0;  // how many of the next copies fail
@@ -158,7 +158,7 @@ class Queue {
     std::lock_guard lock(mutex);
     jobs_.emplace_back(std::move(job), is_work);
     ++given_;
-    changed.notify_all();
+    may_run_.notify_one();
   }
 
   /// Add work that begins once the host has asked for an event behind it, or waits for this stream.
@@ -180,7 +180,11 @@ class Queue {
   void ask(uint64_t position) {
     asked_ = std::max(asked_, position);
     changed.notify_all();
+    may_run_.notify_one();
   }
+
+  /// Look whether work may begin, which was held; the caller has locked.
+  void look() { may_run_.notify_one(); }
 
   /// How much was given so far; the caller has locked.
   uint64_t position() const { return given_; }
@@ -217,7 +221,7 @@ class Queue {
     c10::impl::ExcludeDispatchKeyGuard plain(c10::autograd_dispatch_keyset | c10::autocast_dispatch_keyset);
     while (true) {
       std::unique_lock lock(mutex);
-      changed.wait(lock, [this] { return !jobs_.empty() && !(held && jobs_.front().second && done_ >= forced_); });
+      may_run_.wait(lock, [this] { return !jobs_.empty() && !(held && jobs_.front().second && done_ >= forced_); });
       auto [job, is_work] = std::move(jobs_.front());
       jobs_.pop_front();
       lock.unlock();
@@ -237,6 +241,8 @@ class Queue {
     }
   }
 
+  // Each stream's own: hundreds of streams lie idle, and would all wake whenever anything happens on one.
+  std::condition_variable may_run_;
   std::deque<std::pair<std::function<void()>, bool>> jobs_;
   uint64_t given_ = 0, done_ = 0, forced_ = 0, asked_ = 0;
   mutable std::string failure_;
@@ -609,7 +615,7 @@ extern "C" void standin_fail_copies(int64_t count) {
 extern "C" void standin_hold(bool hold) {
   std::lock_guard lock(mutex);
   held = hold;
-  changed.notify_all();
+  for (auto& [id, queue] : queues()) queue->look();
 }
 
 /// How many threads of the host wait for a stream, an event or a device.

@@ -19,6 +19,11 @@ from tests.bench.busy import busy_ranks, open_busy
 from tests.bench.scenario import SpinningRank, open_ranks, resumed
 
 
+@pytest.fixture(scope="module")
+def children() -> None:
+    """Here they are spawned, as outside of tests."""
+
+
 @contextlib.contextmanager
 def started() -> Iterator[Child]:
     with open_children([RankProcess("child", open_rank)], {"GIVEN": "value", "HOME": None}) as children:

@@ -1,17 +1,15 @@
-"""`python3 dev.py bench NAME` as they are run, small, over real NIXL. No bound on time."""
+"""Every command of `python3 dev.py bench`, small, over real NIXL. No bound on time."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from kvflow.bench.loads import Fabric
 from tests.bench import __main__ as ours
@@ -216,10 +214,8 @@ def test_every_scenario_runs_with_its_smallest_settings_and_prints_a_table_and_j
     """Thorough: see `test_a_scenario_runs_from_its_ranks_to_its_report` of `bench/test_scenario.py`."""
     options, check, words = SMALLEST[name]
     path = tmp_path / "bench.json"
-    command = [sys.executable, "-m", "tests.bench", name, *options.split(), "--json", str(path)]
-    wide = os.environ | {"COLUMNS": "200"}
-    done = subprocess.run(command, cwd=ROOT, env=wide, capture_output=True, text=True, check=False, timeout=880)
-    assert done.returncode == 0, done.stderr
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(ours.bench, [name, *options.split(), "--json", str(path)])
+    assert done.exit_code == 0, done.output
     report = json.loads(path.read_text(encoding="utf-8"))
     check(report)
     assert report["machine"]["load_average_1m"] >= 0

@@ -25,6 +25,7 @@ def test_sizes_that_cannot_be_measured_are_errors(text: str) -> None:
 
 @pytest.mark.nixl
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("forked_children")
 def test_it_compares_with_nixl_alone(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     options = ("--transport", "shm", "--sizes", "block,1", "--pairs", "1", "--rounds", "2", "--layers", "2")

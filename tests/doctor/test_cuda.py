@@ -260,6 +260,7 @@ def test_a_machine_without_cuda_is_asked_in_a_child_and_says_so() -> None:
 @pytest.mark.thorough
 @pytest.mark.nixl
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("forked_children")
 def test_two_processes_hand_blocks_over_and_say_which_way() -> None:
     """On a CPU, to test the check's own code.
 
@@ -289,6 +290,7 @@ def test_memory_is_mapped_or_the_doctor_says_why_not(mapped: bool, problem: str,
 @pytest.mark.thorough
 @pytest.mark.nixl
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("forked_children")
 def test_two_processes_map_memory_or_say_why_not() -> None:
     """Thorough: see `test_memory_is_mapped_or_the_doctor_says_why_not` of this file."""
     assert check_mapped_transfer("mapped", "cpu").found == "not mapped: there is no device memory"

@@ -7,8 +7,6 @@ import io
 import json
 import os
 import resource
-import subprocess
-import sys
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +16,13 @@ from another_install import lines_of_another_install
 from rich.console import Console
 from side_channels import to
 from tests_support import WAIT_S, each, limited, small_cache
+from typer.testing import CliRunner
 
 import kvflow
 from kvflow import Config, Runtime
 from kvflow.bench.child import BenchError
 from kvflow.bench.ucx import ReadPath, read_path
-from kvflow.cli.app import findings_as_json, print_findings
+from kvflow.cli.app import app, findings_as_json, print_findings
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.addresses import Address
@@ -274,10 +273,10 @@ def test_the_report_has_every_finding_and_its_fix() -> None:
 
 @pytest.mark.nixl
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("forked_children")
 def test_the_doctor_hands_blocks_over_and_says_which_way_they_went() -> None:
-    command = [sys.executable, "-m", "kvflow.cli.main", "doctor", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(app, ["doctor", "--json"])
+    assert done.exit_code == 0, done.output
     found = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
     assert found["kvflow"]["found"].startswith(f"kvflow {kvflow.__version__}, nixl ")
     assert "needed at most" in found["open files"]["found"] or "ulimit -Hn" in found["open files"]["fix"]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,7 @@ import uvloop
 from tiny_model import EXAMPLES, Model, RunPython
 
 import kvflow
+from tests.support.engine_process import forked_processes
 
 sys.path.insert(0, str(EXAMPLES))
 
@@ -127,11 +129,19 @@ def smollm2_packages() -> None:
 
 @pytest.fixture(scope="session")
 def smollm2_checkpoint(smollm2_packages: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2 as the demo writes it."""
+    """SmolLM2 as the demo writes it, once for all workers."""
     from paged_engine.weights import write_checkpoint
 
-    directory = tmp_path_factory.mktemp("smollm2")
-    write_checkpoint(directory)
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    directory, written = folder / "smollm2", folder / "smollm2 is written"
+    with (folder / "smollm2.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not written.exists():
+            directory.mkdir()
+            write_checkpoint(directory)
+            written.touch()
     return directory
 
 
@@ -164,7 +174,7 @@ def run_python() -> RunPython:
 
 
 @pytest.fixture
-def settings(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def settings(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Settings of workers that run the tiny model; the environment that they need is set."""
     from disaggregated import engines, example
     from disaggregated.worker import WorkerSettings
@@ -177,4 +187,5 @@ def settings(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
     def settings(engine_id: str, *, checkpoint: Path = tiny.checkpoint, **others: Any) -> WorkerSettings:
         return WorkerSettings(engine_id=engine_id, checkpoint=checkpoint, block_size=4, block_count=16, **others)
 
-    return settings
+    with forked_processes(engines):
+        yield settings

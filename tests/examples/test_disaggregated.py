@@ -44,14 +44,13 @@ pytestmark = [pytest.mark.nixl, pytest.mark.timeout(600)]
 
 
 @pytest.mark.thorough
-@pytest.mark.usefixtures("smollm2_packages")
-def test_the_chat_runs_as_it_stands(run_python: RunPython) -> None:
+def test_the_chat_answers_as_a_single_engine_does(run_python: RunPython, smollm2_checkpoint: Path) -> None:
     """Over tcp, with a block size that does not divide the prompt: `dev.py demo` runs it over shared memory.
 
     Thorough: see `test_what_lies_before_windows_is_not_moved` of this file.
     """
     block_size = 7
-    options = {"transport": "tcp", "tokens": 12, "block-size": block_size}
+    options = {"checkpoint": smollm2_checkpoint, "transport": "tcp", "tokens": 12, "block-size": block_size}
     demo = run_python(str(CHAT), *(f"--{name}={value}" for name, value in options.items()))
     assert demo.returncode == 0, demo.stdout + demo.stderr
     assert demo.stderr == ""
@@ -112,13 +111,15 @@ def test_refuses_counts_that_prove_nothing(
 
 
 @pytest.mark.thorough
-@pytest.mark.usefixtures("smollm2_packages")
-def test_the_engines_of_several_ranks_run_as_they_stand(run_python: RunPython) -> None:
+def test_the_engines_of_several_ranks_answer_as_a_single_engine_does(
+    run_python: RunPython, smollm2_checkpoint: Path
+) -> None:
     """Thorough: see `test_what_lies_before_windows_is_not_moved` of this file."""
-    shown = run_python(str(CHAT), "--tokens", "24", "--prefill-tp", "2", "--decode-tp", "1", "--decode-tp", "4")
+    sizes = ("--prefill-tp", "2", "--decode-tp", "1", "--decode-tp", "4")
+    shown = run_python(str(CHAT), "--checkpoint", str(smollm2_checkpoint), "--tokens", "12", *sizes)
     assert shown.returncode == 0, shown.stdout + shown.stderr
     assert shown.stderr == ""
-    assert "same text: 24 tokens equal to a single engine's" in shown.stdout
+    assert "same text: 12 tokens equal to a single engine's" in shown.stdout
     rows = [re.split(r" {2,}", line) for line in shown.stdout.splitlines() if line.startswith("read from ranks")]
     assert rows == [["read from ranks", *["0 1"] * 2], ["read from ranks", *["0"] * 4, *["1"] * 4]]
 

@@ -98,6 +98,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left_out]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def children(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Children of a trial are forked from a process that has imported torch; where a device is measured, none is."""
+    from kvflow.bench import child
+    from tests.support.engine_process import forked_processes  # it imports torch
+
+    cuda = request.config.getoption("--device", "cuda") == "cuda"
+    with contextlib.nullcontext() if cuda else forked_processes(child):
+        yield
+
+
 @pytest.fixture
 def found(request: pytest.FixtureRequest) -> Found:
     """Skips, and says why, where the experiment cannot run."""

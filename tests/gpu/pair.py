@@ -82,8 +82,12 @@ def request(name: str, ticket: Any, block_ids: Sequence[int]) -> dict[str, Any]:
 def engines(
     producer: EngineSetup, reader: EngineSetup, environment: Mapping[str, str | None] | None = None
 ) -> Iterator[Pair]:
-    """Both in processes of their own, and more like them; they end with the block."""
-    with Engines({**QUIET_ENVIRONMENT, **(environment or {})}, fresh=True) as started:
+    """Both in processes of their own, and more like them; they end with the block.
+
+    Where a device is measured, no process is forked.
+    """
+    fresh = reader.device.startswith("cuda")
+    with Engines({**QUIET_ENVIRONMENT, **(environment or {})}, fresh=fresh) as started:
         both = started.start(producer, reader)
         yield Pair(engines=started, producer=both[0], reader=both[1], pool=reader.pool)
 

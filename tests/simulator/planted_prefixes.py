@@ -136,14 +136,14 @@ def stay_connected_to_who_was_there_before(monkeypatch: pytest.MonkeyPatch) -> N
 
 PREFIX_MUTATIONS = {
     # As in `test_mutations.MUTATIONS`.
-    "believe_a_seal_seen_meanwhile": (believe_a_seal_seen_meanwhile, "I9", 114),
-    "unpin_as_soon_as_it_is_leased": (unpin_as_soon_as_it_is_leased, "I9", 1),
-    "reclaim_without_revoking": (reclaim_without_revoking, "I9", 1),
-    "revoke_without_unpinning": (revoke_without_unpinning, "I9", 1),
-    "read_from_the_next_too_early": (read_from_the_next_too_early, "I1 I5", 1052),
-    "leave_the_salt_out": (leave_the_salt_out, "I9", 5),
-    "count_a_block_too_many": (count_a_block_too_many, "I9", 1),
-    "fill_the_wrong_end_of_windows": (fill_the_wrong_end_of_windows, "I9", 59),
-    "forget_answers_that_come_late": (forget_answers_that_come_late, "I9", 82),
-    "stay_connected_to_who_was_there_before": (stay_connected_to_who_was_there_before, "I7", 22),
+    "believe_a_seal_seen_meanwhile": (believe_a_seal_seen_meanwhile, "I9", (118, 129)),
+    "unpin_as_soon_as_it_is_leased": (unpin_as_soon_as_it_is_leased, "I9", (1, 5)),
+    "reclaim_without_revoking": (reclaim_without_revoking, "I9", (1, 18)),
+    "revoke_without_unpinning": (revoke_without_unpinning, "I9", (1, 5)),
+    "read_from_the_next_too_early": (read_from_the_next_too_early, "I1 I5", (1052, 165)),
+    "leave_the_salt_out": (leave_the_salt_out, "I9", (5, 18)),
+    "count_a_block_too_many": (count_a_block_too_many, "I9", (1, 5)),
+    "fill_the_wrong_end_of_windows": (fill_the_wrong_end_of_windows, "I9", (59, 19)),
+    "forget_answers_that_come_late": (forget_answers_that_come_late, "I9", (82, 133)),
+    "stay_connected_to_who_was_there_before": (stay_connected_to_who_was_there_before, "I7", (22, 51)),
 }

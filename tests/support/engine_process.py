@@ -1,29 +1,34 @@
 """An engine in another process: calls to it, signals, and a check that it leaves nothing behind.
 
-Engines are forked from one server process that has already imported everything, so an engine starts in half a second.
-No NIXL agent exists before the fork. If the environment sets UCX's log, engines have to be `fresh`, that is spawned.
+Engines are forked from one server process that has already imported torch, so an engine starts in half a second. NIXL
+is loaded after the fork. `fresh` engines are spawned.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import json
 import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from functools import cache
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from socket import socket, socketpair
+from types import ModuleType, SimpleNamespace
 from typing import Any, Self
+from unittest import mock
 
 import uvloop
 
+from kvflow.bench.child import Environment
 from tests.support.engine import EngineSetup, open_engine
 from tests.support.steered_loop import SteeredLoop
 from tests.support.verbs import LINE_BYTES_MAX, EngineError, described, line, serve
@@ -35,7 +40,7 @@ _MS_REC, _MS_PRIVATE = 0x4000, 0x40000  # linux/mount.h
 TRANSPORTS: Mapping[str, Mapping[str, str]] = {"shm": {}, "tcp": {"UCX_TLS": "tcp"}}
 
 
-def run_engine(commands: socket, brake: Connection, setup: EngineSetup, environment: Mapping[str, str | None]) -> None:
+def run_engine(commands: socket, brake: Connection, setup: EngineSetup, environment: Environment) -> None:
     """Run an engine in this process until the verb "quit", or until the test closes its end of the socket."""
     for name, value in environment.items():
         os.environ.pop(name, None)
@@ -93,7 +98,7 @@ class Call:
 class EngineProcess:
     """The process of an engine, which is starting; `ready` waits until it has started."""
 
-    def __init__(self, setup: EngineSetup, environment: Mapping[str, str | None], *, fresh: bool = False) -> None:
+    def __init__(self, setup: EngineSetup, environment: Environment, *, fresh: bool = False) -> None:
         self.setup = setup
         self.engine_id = setup.engine_id
         self._commands, commands = socketpair()
@@ -209,7 +214,7 @@ class EngineProcess:
 class Engines:
     """Starts engines with the same environment. At the end of a `with` without error they must exit with code 0."""
 
-    def __init__(self, environment: Mapping[str, str | None], *, fresh: bool = False) -> None:
+    def __init__(self, environment: Environment, *, fresh: bool = False) -> None:
         self._environment, self._fresh = environment, fresh
         self._started: list[EngineProcess] = []
 
@@ -245,11 +250,34 @@ class Engines:
 
 @cache
 def forking() -> ForkServerContext:
-    """Return the context that forks engines from a server process, which has imported everything.
+    """Return the context that forks processes from a server process, which has imported everything but NIXL.
 
-    UCX reads the settings of its log in that process, when it is loaded.
+    UCX reads the settings of its log when it is loaded, and importing NIXL takes 30 ms.
     """
-    os.environ.update(UCX_LOG_LEVEL="error", NIXL_LOG_LEVEL="ERROR")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "uvloop", "kvflow", "kvflow.runtime.runtime", "nixl._bindings"])
+    context.set_forkserver_preload(["torch", "uvloop", "kvflow.runtime.runtime", "tests.support.engine"])
     return context
+
+
+class ForkingContext:
+    """Forks processes that would be spawned: each would import torch, which takes longer than most tests of it."""
+
+    Pipe = staticmethod(multiprocessing.Pipe)
+
+    @staticmethod
+    def Process(target: Callable[..., None], args: tuple[Any, ...], **named: Any) -> BaseProcess:  # noqa: N802
+        return forking().Process(target=_run_forked, args=(os.getpid(), dict(os.environ), target, args), **named)
+
+
+def _run_forked(starter: int, inherited: dict[str, str], target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    """Run `target` with the environment of the process `starter`. The parent here is the server process."""
+    os.environ.clear()
+    os.environ.update(inherited)
+    target(*(os.getppid() if type(argument) is int and argument == starter else argument for argument in args))
+
+
+@contextlib.contextmanager
+def forked_processes(module: ModuleType) -> Iterator[None]:
+    """Inside the block, let `module` fork the processes that it would spawn."""
+    with mock.patch.object(module, "multiprocessing", SimpleNamespace(get_context=lambda _: ForkingContext)):
+        yield

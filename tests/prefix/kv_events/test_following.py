@@ -164,9 +164,10 @@ async def test_messages_of_other_forms_are_counted_and_nothing_else(frames: list
     ],
 )
 async def test_what_cannot_be_followed_is_warned_of_once(
-    frames: list[bytes], why: str, caplog: pytest.LogCaptureFixture
+    frames: list[bytes], why: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A topic of eight bytes is no number either."""
+    monkeypatch.setattr("kvflow.prefix.kv_events.following.REPLAY_TIMEOUT_S", 0.05)  # nobody answers for what is lost
     async with following(stored(1)) as (publisher, _, seen):
         for _ in range(3):
             await publisher.events.send_multipart(frames)
