@@ -6,6 +6,7 @@ marked thorough, and those with a larger budget (`budgets.examples`). A test tha
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import defaultdict
 from collections.abc import Iterator
@@ -99,6 +100,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = {item: not item.get_closest_marker("other_loop") and (thorough or _runs(item, only)) for item in items}
     config.hook.pytest_deselected(items=[item for item in items if not chosen[item]])
     items[:] = [item for item in items if chosen[item]]
+
+
+def pytest_collection_finish() -> None:
+    """What exists now stays. Collections of garbage that looked at it took most of the time of some tests."""
+    gc.freeze()
 
 
 def _runs(item: pytest.Item, thorough_only: bool) -> bool:
