@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,7 +100,8 @@ def test_readers_follow_a_server_that_leaves_to_its_successor(site: Site) -> Non
     """The reader knows the address of the old server only; the goodbye of the old server names the new one."""
     reader_setup = leaving("kv_consumer", "reader", 1, "holder", follow_successors=True)
     producer = leaving("kv_both", "holder", 0)
-    old, reader = site.have(producer, reader_setup)
+    patient = replace(producer, options=(*OPTIONS, "--shutdown-timeout", "30"))  # else vLLM kills its workers at once
+    old, reader = site.have(patient, reader_setup)
     new = Server.start(leaving("kv_both", "both", 0))
     try:
         new.wait_up()
