@@ -273,7 +273,10 @@ def _run_forked(starter: int, inherited: dict[str, str], target: Callable[..., N
     """Run `target` with the environment of the process `starter`. The parent here is the server process."""
     os.environ.clear()
     os.environ.update(inherited)
-    target(*(os.getppid() if type(argument) is int and argument == starter else argument for argument in args))
+    try:
+        target(*(os.getppid() if type(argument) is int and argument == starter else argument for argument in args))
+    finally:
+        ctypes.CDLL(None).fflush(None)  # UCX's log: a forked child ends without
 
 
 @contextlib.contextmanager
