@@ -40,6 +40,15 @@ _MS_REC, _MS_PRIVATE = 0x4000, 0x40000  # linux/mount.h
 TRANSPORTS: Mapping[str, Mapping[str, str]] = {"shm": {}, "tcp": {"UCX_TLS": "tcp"}}
 
 
+@contextlib.contextmanager
+def ending_as_spawned() -> Iterator[None]:
+    """At the end, write what C has buffered, such as UCX's log: a child of the server process ends by `_exit`."""
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).fflush(None)
+
+
 def run_engine(commands: socket, brake: Connection, setup: EngineSetup, environment: Environment) -> None:
     """Run an engine in this process until the verb "quit", or until the test closes its end of the socket."""
     for name, value in environment.items():
@@ -48,7 +57,10 @@ def run_engine(commands: socket, brake: Connection, setup: EngineSetup, environm
             os.environ[name] = value
     if setup.namespace is not None:
         enter_namespace(setup.namespace)
-    with asyncio.Runner(loop_factory=SteeredLoop if setup.steered else uvloop.new_event_loop) as runner:
+    with (
+        ending_as_spawned(),
+        asyncio.Runner(loop_factory=SteeredLoop if setup.steered else uvloop.new_event_loop) as runner,
+    ):
         runner.run(_obey(commands, brake, setup))
 
 
@@ -273,10 +285,8 @@ def _run_forked(starter: int, inherited: dict[str, str], target: Callable[..., N
     """Run `target` with the environment of the process `starter`. The parent here is the server process."""
     os.environ.clear()
     os.environ.update(inherited)
-    try:
+    with ending_as_spawned():
         target(*(os.getppid() if type(argument) is int and argument == starter else argument for argument in args))
-    finally:
-        ctypes.CDLL(None).fflush(None)  # UCX's log: a forked child ends without
 
 
 @contextlib.contextmanager
