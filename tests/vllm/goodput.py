@@ -359,10 +359,11 @@ def main() -> None:
             rows.append(row)
             print(row, flush=True)
     if options.json:
-        setting = {key: value for key, value in vars(options).items() if key not in ("json", "only")}
-        before = json.loads(options.json.read_text("utf-8"))["rows"] if options.only else []
-        kept = [row for row in before if row["run"] not in {new.run for new in rows}]
-        found = {"vllm": VERSION, "settings": setting, "rows": [*kept, *map(asdict, rows)]}
+        before = json.loads(options.json.read_text("utf-8")) if options.only else {"settings": {}, "rows": []}
+        others = () if "rates" in (options.only or RUNS) else ("rates", "seconds")  # of rows that are kept
+        setting = {key: value for key, value in vars(options).items() if key not in ("json", "only", *others)}
+        kept = [row for row in before["rows"] if row["run"] not in {new.run for new in rows}]
+        found = {"vllm": VERSION, "settings": before["settings"] | setting, "rows": [*kept, *map(asdict, rows)]}
         options.json.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
 
 
