@@ -119,7 +119,9 @@ def hand_prompts_on(
     if handed_on.stopped:
         console.print(f"stopped early: {handed_on.stopped}", markup=False)
     if not handed_on.named:
-        console.print("OLD does not name NEW to its readers: one of them has an older kvflow", markup=False)
+        console.print(
+            "the old server does not name the new one to its readers: one of both has an older kvflow", markup=False
+        )
 
 
 @app.command()

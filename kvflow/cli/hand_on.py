@@ -73,7 +73,7 @@ def hand_on(old: str, new: str, *, bytes_max: int | None, within_s: float, send:
     host, port = split_address(recent["holder"], what=f"{old}: its address")
     source = {"kv_request_id": "hand-on", "remote_host": host, "remote_port": port}
     model = _model(new, ask)
-    handed_on.named = _name_successor(old, new, ask)
+    handed_on.named = _name_successor(old, new, model, ask)
     left = [(request, True) for request in recent["requests"]]
     while left and not handed_on.stopped:
         request, again = left.pop(0)
@@ -119,19 +119,22 @@ def _recent_prompts(server: str, ask: Callable[..., Any]) -> Any:
     return recent
 
 
-def _name_successor(old: str, new: str, ask: Callable[..., Any]) -> bool:
-    """Have the old server name the new one to its readers. Return False if a server does not know the question."""
+def _name_successor(old: str, new: str, model: str, ask: Callable[..., Any]) -> bool:
+    """Have the old server name the new one to its readers. Return False if one of the two does not know the question.
 
-    def told(server: str, question: Mapping[str, Any]) -> Any:
-        body = {"model": _model(server, ask), "prompt": [1], "max_tokens": 1, "kv_transfer_params": question}
+    `model` is the new server's.
+    """
+
+    def told(server: str, model: str, question: Mapping[str, Any]) -> Any:
+        body = {"model": model, "prompt": [1], "max_tokens": 1, "kv_transfer_params": question}
         answer = ask(f"{server}/v1/completions", body)
         params = answer.get("kv_transfer_params") if isinstance(answer, Mapping) else None
         return params.get("kvflow") if isinstance(params, Mapping) else None
 
-    introduced = told(new, {"kvflow": {"introduce": True}})
+    introduced = told(new, model, {"kvflow": {"introduce": True}})
     if not isinstance(introduced, Mapping) or not introduced.get("introduction"):
         return False
-    named = told(old, {"kvflow": {"successor": introduced["introduction"]}})
+    named = told(old, _model(old, ask), {"kvflow": {"successor": introduced["introduction"]}})
     return isinstance(named, Mapping) and "engine_id" in (named.get("successor") or {})
 
 

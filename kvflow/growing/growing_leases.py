@@ -62,9 +62,8 @@ class GrowingLeases:
         """
         what, held = f"request {opened.ticket.request_id!r}", opened.held
         tokens, awaited = checks.whole(num_tokens, f"{what}: num_tokens", least=0), None
-        if ready is not None:
-            event = checked_event(ready, f"{what}: ready")
-            awaited = None if event is None or has_happened(event, f"{what}: ready") else event
+        if ready is not None and (event := checked_event(ready, f"{what}: ready")) is not None:
+            awaited = None if has_happened(event, f"{what}: ready") else event
         if not opened.entry.is_open:
             return
         if not held.announced <= tokens <= held.num_tokens:

@@ -103,7 +103,7 @@ class Notified:
 
 @dataclass(frozen=True, slots=True)
 class CaughtUp:
-    """Event of the transport: it was `behind`, and has started so many posted reads that it no longer is.
+    """Event: the transport is no longer `behind`, because it has started posted reads.
 
     It comes before the bytes of these reads have landed, so that further reads can be prepared meanwhile.
     """

@@ -342,11 +342,18 @@ def test_a_block_may_be_filled_by_two_answers_before_a_step_tells_of_it() -> Non
 WINDOWED = FULL, WINDOW
 
 
-def answer_beyond_its_window(reports: Reported, *, reused: Sequence[int] = ()) -> None:
-    """A request of four prompt tokens and an answer of 16. The window group has lost blocks 12 and 13 meanwhile."""
+def windowed() -> Reported:
+    """A full group and a window group, and a request `r` of four prompt tokens."""
+    reports = Reported()
     reports.cached_prompts = CachedPrompts(SIZE, reports.watched.extend, null_block=0, freeing_groups=[1])
     reports.prefix_cache = cache_of(*WINDOWED)
     reports.cached_prompts.add("r", prefix_keys(PROMPT[:4], SIZE))
+    return reports
+
+
+def answer_beyond_its_window(*, reused: Sequence[int] = ()) -> Reported:
+    """A request of four prompt tokens and an answer of 16. The window group has lost blocks 12 and 13 meanwhile."""
+    reports = windowed()
     reports.step(("r", 4), blocks=[[1], [11]])
     reports.step(("r", 8), blocks=[[1, 2], [11, 12]])
     reports.step(("r", 12), blocks=[[1, 2, 3], [0, 12, 13]])
@@ -358,12 +365,12 @@ def answer_beyond_its_window(reports: Reported, *, reused: Sequence[int] = ()) -
     tables = [[1, 2, 3, 4, 5], [0, 0, 0, 14, 15]]
     reports.cached_prompts.finish("r", keys=lambda: keys, computed=19, block_ids=tables)
     reports.step()
+    return reports
 
 
 def test_blocks_that_an_answer_has_lost_to_its_window_are_found() -> None:
     """The whole answer needs block 13, and prefixes of it, as after a change, need earlier ones."""
-    reports = Reported()
-    answer_beyond_its_window(reports)
+    reports = answer_beyond_its_window()
     assert found(reports.prefix_cache, PROMPT) == (16, ((1, 2, 3, 4), (13, 14)))
     assert found(reports.prefix_cache, PROMPT[:15]) == (12, ((1, 2, 3), (12, 13)))
     assert found(reports.prefix_cache, PROMPT[:11]) == (8, ((1, 2), (11, 12)))
@@ -371,8 +378,7 @@ def test_blocks_that_an_answer_has_lost_to_its_window_are_found() -> None:
 
 @pytest.mark.parametrize(("reused", "longest"), [([13], 8), ([12], 16), ([12, 13], 4), ([11, 12, 13], None)])
 def test_blocks_that_an_answer_has_lost_and_the_pool_has_reused_are_not(reused: list[int], longest: int | None) -> None:
-    reports = Reported()
-    answer_beyond_its_window(reports, reused=reused)
+    reports = answer_beyond_its_window(reused=reused)
     run = match(reports.prefix_cache, PROMPT)
     assert (None if run is None else run.num_tokens) == longest
     assert repr(reports.cached_prompts).endswith("of 0 requests and former ones>")
@@ -381,10 +387,7 @@ def test_blocks_that_an_answer_has_lost_and_the_pool_has_reused_are_not(reused: 
 
 def test_a_block_that_an_answer_has_twice_holds_what_came_last() -> None:
     """The window has lost a block, and the same request gets that block again."""
-    reports = Reported()
-    reports.cached_prompts = CachedPrompts(SIZE, reports.watched.extend, null_block=0, freeing_groups=[1])
-    reports.prefix_cache = cache_of(*WINDOWED)
-    reports.cached_prompts.add("r", prefix_keys(PROMPT[:4], SIZE))
+    reports = windowed()
     reports.step(("r", 8), blocks=[[1, 2], [11, 12]])
     reports.cached_prompts.note_reused(12)
     reports.step(("r", 16), blocks=[[1, 2, 3, 4], [0, 0, 13, 12]])
@@ -396,10 +399,7 @@ def test_a_block_that_an_answer_has_twice_holds_what_came_last() -> None:
 
 
 def test_an_answer_that_is_computed_again_after_a_preemption_is_found_where_it_is_then() -> None:
-    reports = Reported()
-    reports.cached_prompts = CachedPrompts(SIZE, reports.watched.extend, null_block=0, freeing_groups=[1])
-    reports.prefix_cache = cache_of(*WINDOWED)
-    reports.cached_prompts.add("r", prefix_keys(PROMPT[:4], SIZE))
+    reports = windowed()
     reports.step(("r", 8), blocks=[[1, 2], [11, 12]])
     reports.step(preempted=["r"])
     reports.step(("r", 12), blocks=[[1, 5, 6], [11, 15, 16]])

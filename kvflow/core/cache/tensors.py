@@ -155,7 +155,10 @@ class TensorAddresses:
 
     def check(self) -> None:
         """Raise LayoutError, which names the tensor, if one has moved since the cache was registered."""
-        for name, registered, now in zip(self._names, self.registered, map(GET_ADDRESS, self.tensors), strict=False):
+        found = list(map(GET_ADDRESS, self.tensors))
+        if found == self.registered:
+            return
+        for name, registered, now in zip(self._names, self.registered, found, strict=True):
             if now != registered:
                 raise LayoutError(
                     f"layer {name}: its tensor has moved since the cache was registered, from {registered:#x} to "

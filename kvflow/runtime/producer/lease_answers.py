@@ -188,9 +188,8 @@ class LeaseAnswers:
         counts = tuple(map(len, tables))
         if known != counts and (len(known) != len(counts) or any(map(_outside, known, counts))):
             raise codec.WireError(f"known: expected at most, by group, {counts}, got {known[:8]}")
-        missing = found.held.missing
-        complete = not missing and found.payload is not None
-        if known == counts and not complete and missing > question.missing_max:
+        complete = found.complete
+        if known == counts and not complete and found.held.missing > question.missing_max:
             return None
         more = tuple(tuple(ids[at:].tolist()) for at, ids in zip(known, tables, strict=True))
         if complete:
