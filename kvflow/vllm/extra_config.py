@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 logger = logger_of("vllm.kvflow")
 
+PREFIX_SETTINGS = "share_prefixes, prefix_peers or prefix_events"
+"""Settings that need the part `prefix`."""
 _FROM_VLLM = ("engine_id", "tp_rank", "tp_size", "dp_rank", "pp_rank", "pp_size", "num_kv_heads", "role")
 # The system chooses the ports, since tickets name the ports of all ranks. The handshake timeout is long enough for a
 # slow peer, since a failed handshake fails requests, and short enough that the load has time for its next source.

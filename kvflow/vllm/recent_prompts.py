@@ -35,13 +35,15 @@ class _Answered:
 
 
 class RecentPrompts:
-    """The most recently answered prompts in vLLM's scheduler, up to `tokens_max` tokens in all."""
+    """The most recently answered prompts in vLLM's scheduler, up to `tokens_max` tokens in all; none if that is 0."""
 
     def __init__(self, tokens_max: int, block_tokens: int, token_bytes: int) -> None:
         """`token_bytes`: size of a token in the cache of one rank, for the answer."""
         self._tokens_max = tokens_max
         self._block_tokens = block_tokens
         self._token_bytes = token_bytes
+        self.holder = ""
+        """Address at which this server answers questions for prefixes; "" until the workers are known."""
         self._tokens = 0
         self._prompts: OrderedDict[bytes, _Answered] = OrderedDict()
         """The prompts by vLLM's hash of their last full block, the one that was answered first first."""
@@ -55,20 +57,20 @@ class RecentPrompts:
             return
         request.max_tokens = 1
         try:
+            if not self._tokens_max:
+                raise RequestError("this server remembers no prompts: set recent_tokens_max")
             most: int = checks.checked(extra["recent"], "kv_transfer_params: kvflow.recent", Size)
             self._asking[request.request_id] = most
         except RequestError as error:
             logger.warning("request %s: it gets no recent prompts: %s", request.request_id, error)
             self._asking[request.request_id] = str(error)
 
-    def finish(self, request: Request, holder: str) -> dict[str, Any] | None:
-        """Remember the prompt of an ended request. If it has asked for prompts, return `kv_transfer_params` with these.
-
-        `holder`: the address at which this server answers questions for prefixes.
-        """
+    def finish(self, request: Request) -> dict[str, Any] | None:
+        """Remember the prompt of an ended request. If it has asked for prompts, return them as `kv_transfer_params`."""
         asked = self._asking.pop(request.request_id, None)
         if asked is None:
-            self._remember(request)
+            if self._tokens_max:
+                self._remember(request)
             return None
         if isinstance(asked, str):
             return {"kvflow": {"recent": {"reason": asked}}}
@@ -78,7 +80,7 @@ class RecentPrompts:
             if asked < 0:
                 break
             requests.append({"prompt": answered.tokens.tolist(), **answered.more})
-        return {"kvflow": {"recent": {"holder": holder, "token_bytes": self._token_bytes, "requests": requests}}}
+        return {"kvflow": {"recent": {"holder": self.holder, "token_bytes": self._token_bytes, "requests": requests}}}
 
     def forget_all(self) -> None:
         """Forget all prompts: their blocks are no longer valid."""

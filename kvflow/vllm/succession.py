@@ -52,9 +52,9 @@ class Succession:
         named, self._named = self._named, None
         return named
 
-    def finish(self, request_id: str) -> dict[str, Any] | None:
+    def finish(self, request: Request) -> dict[str, Any] | None:
         """Return the `kv_transfer_params` of the answer to a request that `add` has noted; else None."""
-        answer = self._answers.pop(request_id, None)
+        answer = self._answers.pop(request.request_id, None)
         return None if answer is None else {"kvflow": answer}
 
     def _name(self, given: object) -> dict[str, str]:

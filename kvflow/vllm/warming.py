@@ -108,9 +108,9 @@ class WarmRequests:
                 warm.loaded = 0
                 cut_prompt(warm.request, warm.request.num_computed_tokens + 1)
 
-    def finish(self, request_id: str) -> dict[str, Any] | None:
+    def finish(self, request: Request) -> dict[str, Any] | None:
         """Return `kv_transfer_params` that say what the request has found; None for other requests."""
-        warm = self._requests.pop(request_id, None)
+        warm = self._requests.pop(request.request_id, None)
         if warm is None:
             return None
         self._on_end(warm.outcome)

@@ -5,12 +5,13 @@ keeps two cores busy when it is idle. Run it in the environment of `python3 dev.
 nothing else:
 
     .venv-vllm/bin/python tests/vllm/compare.py [--rounds 5] [--idle-s 10]
-        [--only speed|idle|stale|models|first|flow|stock|versions|prefix|leg|cached]
+        [--only speed|idle|stale|models|first|cold|flow|stock|versions|prefix|leg|cached]
 
 `stock` has stock producers, read by kvflow (mixed) and by stock (nixl). `versions` has kvflow in two versions of vLLM.
 `leg` shows where decode's time to the first token goes, beside a NixlConnector whose progress thread does not spin;
 all four servers are alive. `cached` is of prompts that prefill's cache has in part.
-`models` and `first` start each pair of servers by itself. `models` is no measurement, and takes an hour. `flow` is of
+`models`, `first` and `cold` start each pair of servers by itself. `cold` tells the first hand-over's loads from the
+decode engine's own first step. `models` is no measurement, and takes an hour. `flow` is of
 prompts that are read while they are computed, `prefix` of prefixes pulled from a neighbour's cache, and neither is part
 of the rest:
 
@@ -73,6 +74,7 @@ STALE_PROMPT, STALE_BLOCKS, OTHERS = 417, 24, 8
 CACHED_SHARES = (0.0, 0.5, 0.9)
 FLOW_PROMPT, FLOW_CHUNK, FLOW_TOKENS = 1900, 256, 4
 PREFIX, TAIL = 1500, 20
+COLD_PROMPT = 300
 
 
 @dataclass(frozen=True)
@@ -229,6 +231,12 @@ def leg(rounds: int) -> None:
         print(f"{row:44} " + " ".join(f"{cell:>26}" for cell in cells))
     ratios = [one["whole"] / other["whole"] for one, other in zip(*spans.values(), strict=True)]
     print(f"kvflow to {FAIR}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    half = (rounds + 1) // 2  # the longer servers live, the less do free blocks lie side by side
+    for what, some in (("first", slice(half)), ("last", slice(-half, None))):
+        loads = ", ".join(
+            f"{name} {_spread([span['load'] for span in entries[some]])}" for name, entries in spans.items()
+        )
+        print(f"{what} {half} rounds: {statistics.median(ratios[some]):.2f}; load in ms: {loads}")
 
 
 def in_turns(starts: Sequence[Callable[..., Pair]], rounds: int) -> None:
@@ -408,6 +416,31 @@ def first(rounds: int) -> None:
         print(f"{name:8} {', '.join(found)}", flush=True)
 
 
+def cold(rounds: int) -> None:
+    """The first two hand-overs from one rank to two ranks, to a decode engine that is new or has computed a prompt."""
+    print(f"\nHand-overs of {COLD_PROMPT} tokens, TP 1 to 2, ms to the first token at decode, of {rounds} starts")
+    print("beside each the mean load of the two ranks, as kvflow's metrics have it")
+    found: dict[tuple[bool, str], list[tuple[float, float]]] = {}
+    for turn, computed_before in product(range(rounds), (False, True)):
+        with _both("kvflow", ROWS["TP 1 to 2"]) as (producer, consumer):
+            if computed_before:
+                consumer.ids(prompt_of(COLD_PROMPT, seed=-1), 1)
+            for nth, what in enumerate(("first", "second"), 1):
+                prompt = prompt_of(COLD_PROMPT, seed=10 * turn + nth)
+                params = prefill(producer, prompt)
+                loads_before_s = consumer.metric("vllm:kvflow_load_seconds_sum")
+                began_s = time.perf_counter()
+                consumer.ids(prompt, 1, kv_transfer_params=params)
+                first_s = time.perf_counter() - began_s
+                consumer.wait_metric("vllm:kvflow_load_seconds_count", 2 * nth)
+                load_s = (consumer.metric("vllm:kvflow_load_seconds_sum") - loads_before_s) / 2
+                found.setdefault((computed_before, what), []).append((first_s, load_s))
+    for (computed_before, what), pairs in found.items():
+        engine = "that has computed a prompt" if computed_before else "that is new"
+        whole_s, loads_s = zip(*pairs, strict=True)
+        print(f"{what:6} hand-over, decode engine {engine:28} {_spread(whole_s):>28}, load {_spread(loads_s):>24}")
+
+
 @dataclass(frozen=True)
 class Flowed:
     """Seconds of one request: to decode's first token, from the moment it came and from the end of prefill."""
@@ -570,6 +603,7 @@ def main() -> None:
     parser.add_argument("--idle-s", type=float, default=10.0)
     alone = {
         "first": first,
+        "cold": cold,
         "flow": flow,
         "stock": stock,
         "versions": versions,

@@ -26,7 +26,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-import kvflow.vllm.connector as connector_module
+import kvflow.vllm.worker_side as worker_side
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.errors import ConfigError
 from kvflow.vllm import kv_cache_layout
@@ -44,7 +44,7 @@ LAYER = "model.layers.0.self_attn.attn"
 
 def config_of(role: str, tp_size: int, shards: int) -> VllmConfig:
     extra = {"model": NAME, "transport": "inproc"}
-    return EngineArgs(
+    config = EngineArgs(
         model=str(MODELS / "mla"),
         skip_tokenizer_init=True,
         dtype="float32",
@@ -54,11 +54,13 @@ def config_of(role: str, tp_size: int, shards: int) -> VllmConfig:
         decode_context_parallel_size=shards,
         cp_kv_cache_interleave_size=BLOCK_SIZE,
         max_num_seqs=8,
-        max_num_batched_tokens=64,
-        enable_prefix_caching=True,
         async_scheduling=False,
         kv_transfer_config=KVTransferConfig(**{**KVFLOW, "kv_role": role, "kv_connector_extra_config": extra}),
     ).create_engine_config()
+    # Set afterwards: for latents on a CPU without AMX vLLM changes all three, also when they are asked for.
+    config.cache_config.enable_prefix_caching = config.scheduler_config.enable_chunked_prefill = True
+    config.scheduler_config.max_num_batched_tokens = 64
+    return config
 
 
 class Engine:
@@ -75,11 +77,11 @@ class Engine:
         self.caches = [torch.zeros(BLOCKS, BLOCK_SIZE, DIM) for _ in range(tp_size)]
         self.workers = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(connector_module, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0))
+            patch.setattr(worker_side, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0))
             backends = [SimpleNamespace(get_name=lambda: "FLASHMLA")]
             patch.setattr(kv_cache_layout, "get_current_attn_backends", lambda *_: backends)
             for rank, tensor in enumerate(self.caches):
-                patch.setattr(connector_module, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+                patch.setattr(worker_side, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
                 worker = KVFlowConnector(config, KVConnectorRole.WORKER, cache)
                 stack.callback(worker.shutdown)
                 worker.register_kv_caches({LAYER: tensor})

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from kvflow import CacheGroup, LoadRequest, ServeRequest
 from kvflow.blocking import Runtime
 from kvflow.config import Config
-from kvflow.vllm import connector as module
-from kvflow.vllm.connector import KVFlowConnector
+from kvflow.connector.step import Step
+from kvflow.vllm import worker_side as module
+from kvflow.vllm.messages import KVFlowMetadata
+from kvflow.vllm.worker_side import WorkerSide
 from tests.accelerator.sides import HERE, OURS, THEIRS, THERE, TOKENS, Engine, Side, assert_right, moved
 from tests.accelerator.standin import NotBuilt, StandIn, load
 
@@ -39,14 +40,11 @@ class Worker:
         self.kv_caches = moved(host, side.device)
         monkeypatch.setattr(module, "cache_groups", lambda caches, *_, **__: [CacheGroup("kv", caches, layout)])
         self.runtime = Runtime(Config(engine_id=engine_id, listen="tcp://127.0.0.1:0", transport="inproc"))
-        connector = KVFlowConnector.__new__(KVFlowConnector)
         transfer = SimpleNamespace(kv_buffer_device="cpu")
         model = SimpleNamespace(enable_sleep_mode=False)
-        connector._vllm_config = SimpleNamespace(kv_transfer_config=transfer, model_config=model)
-        connector._role, connector._runtime, connector._groups = KVConnectorRole.WORKER, self.runtime, ()
-        connector._kv_format, connector._whole_blocks_only, connector._ranks = None, False, None
-        connector.register_kv_caches(self.kv_caches)
-        self.connector = connector
+        config: Any = SimpleNamespace(kv_transfer_config=transfer, model_config=model)
+        self.side = WorkerSide(config, self.runtime, ())
+        self.side.register_kv_caches(self.kv_caches)
         self.engine = Engine(
             engine_id=engine_id,
             runtime=self.runtime,  # type: ignore[arg-type]
@@ -66,12 +64,11 @@ def test_copies_run_behind_vllms_steps(standin: StandIn, monkeypatch: pytest.Mon
             for tensor in producer.kv_caches.values():
                 tensor.mul_(3.0)  # the step
             torch.accelerator.set_device_index(0)
-            ready: Any = producer.connector._record_event()
+            ready: Any = producer.side._record_event()
             assert not ready.query()
             lease = producer.runtime.serve_blocks(ServeRequest("req", THEIRS, num_tokens=TOKENS, ready=ready))
-            monkeypatch.setattr(KVConnectorBase_V1, "bind_connector_metadata", lambda *_: None)
-            consumer.connector.bind_connector_metadata(SimpleNamespace(cards=()))
-            after = consumer.connector._before_step
+            consumer.side.begin_step(KVFlowMetadata(Step()))
+            after = consumer.side._before_step
             assert after is not None
             request = LoadRequest("req", lease.ticket.to_params(), OURS, after=after)
             started = consumer.runtime.start_load(request)

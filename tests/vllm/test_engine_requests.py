@@ -22,12 +22,11 @@ from kvflow.connector.scheduler import ConnectorScheduler, EngineRequest, Schedu
 from kvflow.connector.step import Step
 from kvflow.core.protocol.prompts import prompt_digest
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.vllm.connector import KVFlowConnector
 from kvflow.vllm.engine_requests import engine_request_of, picture_ids_from_content, sharing_of, tokens_of
-from kvflow.vllm.succession import Succession
-from kvflow.vllm.vllm_metrics import KVFlowStats
-from kvflow.vllm.warming import WarmRequests
+from kvflow.vllm.prefix import RequestPrefixes
+from kvflow.vllm.scheduler_side import SchedulerSide
 from tests.support.tests_support import any_ticket
+from tests.vllm.test_settings import FULL
 
 TOKENS = [11, 12, 13, 14, 15, 16]
 REMOTE = secret_id("remote")
@@ -126,28 +125,24 @@ def test_the_ids_of_samples_are_those_that_vllm_makes() -> None:
 
 
 def test_samples_of_a_request_wait_for_the_first_load() -> None:
-    connector, ticket = connector_of(), ticket_of("plain")
+    side, ticket = side_of(), ticket_of("plain")
     requests = [request_of("plain", f"{index}_r", params=ticket.to_params()) for index in range(3)]
     for request in requests:
-        connector.on_new_request(request)
-    matched = [connector.get_num_new_matched_tokens(request, 0) for request in requests]
+        side.on_new_request(request)
+    matched = [side.get_num_new_matched_tokens(request, 0) for request in requests]
     assert matched == [(6, True), (None, False), (None, False)]
-    assert connector._stats.is_empty()
+    assert side.stats.is_empty()
 
 
-def connector_of() -> KVFlowConnector:
-    made = KVFlowConnector.__new__(KVFlowConnector)
-    made._warm = WarmRequests(16, pulls=False, on_end=lambda _: None)
-    made._succession = Succession()
-    made._scheduling = SchedulingConfig(block_size=4, lease_ttl_s=9.0)
-    made._scheduler = ConnectorScheduler(made._scheduling, new_secret=lambda: "secret")
-    made._scheduler.introduce(any_ticket())
-    made._stats = KVFlowStats()
-    return made
+def side_of(prefixes: RequestPrefixes | None = None) -> SchedulerSide:
+    scheduling = SchedulingConfig(block_size=4, lease_ttl_s=9.0)
+    scheduler = ConnectorScheduler(scheduling, new_secret=lambda: "secret")
+    scheduler.introduce(any_ticket())
+    return SchedulerSide(scheduling, scheduler, [FULL], prefixes=prefixes)
 
 
-def step_of(connector: KVFlowConnector) -> Step:
-    return connector._scheduler.build_step({}, preempted=(), block_ids=lambda _: [])
+def step_of(side: SchedulerSide) -> Step:
+    return side._scheduler.build_step({}, preempted=(), block_ids=lambda _: [])
 
 
 def ticket_of(name: str) -> Ticket:
@@ -168,9 +163,9 @@ def test_a_ticket_of_other_tokens_is_not_used_and_one_of_the_same_with_something
     """A request of other tokens is computed. A request without its picture would be computed without it."""
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     for of in PROMPTS:
-        connector, request = connector_of(), request_of(name, params=ticket_of(of).to_params())
-        connector.on_new_request(request)
-        counted = (connector._stats.data["tickets_refused"], connector._stats.data["load_failures"])
+        side, request = side_of(), request_of(name, params=ticket_of(of).to_params())
+        side.on_new_request(request)
+        counted = (side.stats.data["tickets_refused"], side.stats.data["load_failures"])
         failed = request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
         if name == of:
             assert counted == ([], [])
@@ -193,12 +188,12 @@ def test_a_ticket_of_other_tokens_is_not_used_and_one_of_the_same_with_something
 @pytest.mark.parametrize("before", [False, True])
 def test_the_remains_of_a_request_that_is_over_are_no_request(before: bool, caplog: pytest.LogCaptureFixture) -> None:
     """vLLM adds and aborts a request if an HTTP request was refused, has failed, or has lost its client."""
-    connector, ticket = connector_of(), ticket_of("plain")
+    side, ticket = side_of(), ticket_of("plain")
     if before:
-        connector.on_new_request(request_of("plain", params=ticket.to_params()))
+        side.on_new_request(request_of("plain", params=ticket.to_params()))
     remains = request_of("plain", "remains", prompt_token_ids=[0], params=ticket.to_params(), abort_immediately=True)
-    connector.on_new_request(remains)
-    assert connector._scheduler.request_finished("remains", completed=False) == (False, None)
-    assert [release.request_id for release in step_of(connector).release] == ["remains"] * (not before)
-    assert connector._stats.is_empty()
+    side.on_new_request(remains)
+    assert side._scheduler.request_finished("remains", completed=False) == (False, None)
+    assert [release.request_id for release in step_of(side).release] == ["remains"] * (not before)
+    assert side.stats.is_empty()
     assert not caplog.records

@@ -137,22 +137,24 @@ def test_a_server_introduces_itself_and_learns_of_its_successor() -> None:
     request = asks("r", introduce=True)
     new.add(request)
     assert request.max_tokens == 1
-    answer = new.finish("r")
+    answer = new.finish(request)
     assert answer is not None
-    old.add(asks("s", successor=answer["kvflow"]["introduction"]))
-    assert old.finish("s") == {"kvflow": {"successor": {"engine_id": "new"}}}
+    naming = asks("s", successor=answer["kvflow"]["introduction"])
+    old.add(naming)
+    assert old.finish(naming) == {"kvflow": {"successor": {"engine_id": "new"}}}
     named = old.take_named()
     assert named is not None
     assert (named.engine_id, named.address) == ("new", new.introduction.address)
     assert old.take_named() is None, "the workers learn of it once"
-    assert (new.finish("r"), new.take_named()) == (None, None)
+    assert (new.finish(request), new.take_named()) == (None, None)
 
 
 @pytest.mark.parametrize("given", [None, 7, {}, "tcp://10.0.0.8:5600", {"remote_engine_id": 3}])
 def test_what_is_no_server_is_refused_in_the_answer(given: Any) -> None:
     old = Succession()
-    old.add(asks("s", successor=given))
-    answer = old.finish("s")
+    naming = asks("s", successor=given)
+    old.add(naming)
+    answer = old.finish(naming)
     assert answer is not None
     assert "kvflow.successor" in answer["kvflow"]["successor"]["reason"]
     assert old.take_named() is None
@@ -160,9 +162,10 @@ def test_what_is_no_server_is_refused_in_the_answer(given: Any) -> None:
 
 def test_a_server_is_not_its_own_successor() -> None:
     old = Succession()
-    assert old.finish("unknown") is None
-    old.add(asks("early", introduce=True))
-    assert old.finish("early") == {"kvflow": {"introduction": None}}
+    early = asks("early", introduce=True)
+    assert old.finish(early) is None
+    old.add(early)
+    assert old.finish(early) == {"kvflow": {"introduction": None}}
     old.introduction = any_ticket(engine_id="old")
     old.add(asks("s", successor=old.introduction.to_params()))
     assert old.take_named() is None
@@ -192,7 +195,7 @@ def asked_of(prompts: RecentPrompts, most: Any) -> Any:
     asking = request_of(0, 1, request_id="asks", kv_transfer_params={"kvflow": {"recent": most}})
     prompts.add(asking)
     assert asking.max_tokens == 1
-    answer = prompts.finish(asking, "tcp://10.0.0.7:5600")
+    answer = prompts.finish(asking)
     assert answer is not None
     return answer["kvflow"]["recent"]
 
@@ -207,28 +210,29 @@ def prompts() -> RecentPrompts:
     """Of three requests."""
     made = RecentPrompts(1000, 32, 7)
     for number in (1, 2, 3):
-        assert made.finish(request_of(number, 100), "") is None
+        assert made.finish(request_of(number, 100)) is None
     return made
 
 
 def test_the_latest_comes_first_in_full_blocks_and_one_token(prompts: RecentPrompts) -> None:
     assert firsts(prompts) == [(3, 97), (2, 97), (1, 97)]
     assert firsts(prompts, 2 * 97) == [(3, 97), (2, 97)]
+    prompts.holder = "tcp://10.0.0.7:5600"
     told = asked_of(prompts, 97)
     assert (told["holder"], told["token_bytes"]) == ("tcp://10.0.0.7:5600", 7)
 
 
 def test_a_turn_takes_the_place_of_the_turn_before(prompts: RecentPrompts) -> None:
-    prompts.finish(request_of(1, 200, turn=1), "")
+    prompts.finish(request_of(1, 200, turn=1))
     assert firsts(prompts) == [(1, 193), (3, 97), (2, 97)]
-    prompts.finish(request_of(3, 100), "")
+    prompts.finish(request_of(3, 100))
     assert firsts(prompts) == [(3, 97), (1, 193), (2, 97)]
 
 
 def test_what_does_not_fit_is_forgotten_the_oldest_first(prompts: RecentPrompts) -> None:
-    prompts.finish(request_of(4, 800), "")
+    prompts.finish(request_of(4, 800))
     assert firsts(prompts) == [(4, 769), (3, 97), (2, 97)]
-    prompts.finish(request_of(5, 2000), "")
+    prompts.finish(request_of(5, 2000))
     assert firsts(prompts) == [(4, 769), (3, 97), (2, 97)], "longer than everything that may be remembered"
     prompts.forget_all()
     assert firsts(prompts) == []
@@ -236,15 +240,15 @@ def test_what_does_not_fit_is_forgotten_the_oldest_first(prompts: RecentPrompts)
 
 def test_what_tells_blocks_apart_goes_with_the_prompt(prompts: RecentPrompts) -> None:
     lora = SimpleNamespace(lora_name="adapter")
-    prompts.finish(request_of(4, 100, cache_salt="tenant", lora_request=lora), "")
+    prompts.finish(request_of(4, 100, cache_salt="tenant", lora_request=lora))
     (found,) = asked_of(prompts, 97)["requests"]
     assert (found["cache_salt"], found["model"]) == ("tenant", "adapter")
 
 
 def test_prompts_that_tokens_do_not_describe_are_left_out(prompts: RecentPrompts) -> None:
     for more in ({"mm_features": ["picture"]}, {"prompt_embeds": "embeddings"}, {"prompt_token_ids": None}):
-        prompts.finish(request_of(4, 100, **more), "")
-    prompts.finish(request_of(5, 20), "")
+        prompts.finish(request_of(4, 100, **more))
+    prompts.finish(request_of(5, 20))
     assert [number for number, _ in firsts(prompts)] == [3, 2, 1]
 
 
@@ -253,8 +257,14 @@ def test_bad_input_is_refused_in_the_answer(prompts: RecentPrompts) -> None:
         assert "kv_transfer_params: kvflow.recent" in asked_of(prompts, most)["reason"]
 
 
+def test_a_server_that_remembers_nothing_says_so() -> None:
+    prompts = RecentPrompts(0, 32, 7)
+    assert prompts.finish(request_of(1, 100)) is None
+    assert asked_of(prompts, 1000) == {"reason": "this server remembers no prompts: set recent_tokens_max"}
+
+
 @pytest.mark.parametrize("params", [None, {}, {"kvflow": None}, {"kvflow": {"warm": True}}, {"kvflow": {"ranks": []}}])
 def test_other_requests_are_left_alone(prompts: RecentPrompts, params: Any) -> None:
     request = request_of(9, 20, kv_transfer_params=params)
     prompts.add(request)
-    assert (request.max_tokens, prompts.finish(request, "")) == (16, None)
+    assert (request.max_tokens, prompts.finish(request)) == (16, None)

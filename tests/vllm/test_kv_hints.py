@@ -1,4 +1,4 @@
-"""KV hints as vLLM passes them to a connector: the peers that a request asks for a prefix. No server is started."""
+"""KV hints as vLLM passes them to a side: the peers that a request asks for a prefix. No server is started."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
-from kvflow.connector.kv_hints import KVHints
-from kvflow.vllm.connector import KVFlowConnector
-from kvflow.vllm.prefix import RequestPrefixes
+from kvflow.vllm.scheduler_side import SchedulerSide
 from tests.support.tests_support import any_ticket
-from tests.vllm.test_engine_requests import REMOTE, connector_of, request_of
+from tests.vllm.test_engine_requests import REMOTE, request_of, side_of
 from tests.vllm.test_settings import prefixes
 
 PEER, HINTED, NAMED = "tcp://a:1", "tcp://10.0.0.7:5600", "tcp://10.0.0.8:5600"
@@ -33,19 +31,12 @@ def in_params(address: str = HINTED) -> dict[str, Any]:
     return {"kv_hint": {"protocol_version": "0.1", "message_id": "m", "actions": [action]}}
 
 
-def connector_with(made: RequestPrefixes | None) -> KVFlowConnector:
-    connector = connector_of()
-    connector._prefixes = made
-    connector._hints = KVHints(pulls=made is not None and made.pulls, on_ignored=connector._note_ignored_hint)
-    return connector
-
-
-def asked(connector: KVFlowConnector, **given: Any) -> tuple[str, ...]:
+def asked(side: SchedulerSide, **given: Any) -> tuple[str, ...]:
     """Return the peers that a new request asks."""
-    connector.on_new_request(request_of("plain", prompt_token_ids=PROMPT, **given))
-    assert connector._prefixes is not None
-    connector._prefixes.questions.ask_or_wait("r", 0)
-    return tuple(peer for question in connector._prefixes.questions.take_questions() for peer in question.peers)
+    side.on_new_request(request_of("plain", prompt_token_ids=PROMPT, **given))
+    assert side._prefixes is not None
+    side._prefixes.questions.ask_or_wait("r", 0)
+    return tuple(peer for question in side._prefixes.questions.take_questions() for peer in question.peers)
 
 
 @pytest.mark.parametrize(
@@ -63,25 +54,25 @@ def asked(connector: KVFlowConnector, **given: Any) -> tuple[str, ...]:
 )
 def test_whom_a_request_asks(given: dict[str, Any], peers: tuple[str, ...]) -> None:
     """If hints are ignored, the request asks the peers that the engine knows."""
-    connector = connector_with(prefixes(prefix_peers=[PEER]))
-    assert asked(connector, **given) == peers
+    side = side_of(prefixes(prefix_peers=[PEER]))
+    assert asked(side, **given) == peers
     ignored = {"2.0": ["action"], "fetch it": ["malformed"]}
     expected = next((reasons for word, reasons in ignored.items() if word in str(given)), [])
-    assert connector._stats.data["hints_ignored"] == expected
-    assert connector._stats.data["tickets_refused"] == []
+    assert side.stats.data["hints_ignored"] == expected
+    assert side.stats.data["tickets_refused"] == []
 
 
 def test_an_engine_that_pulls_nothing_counts_hints(caplog: pytest.LogCaptureFixture) -> None:
     for made in (None, prefixes(share_prefixes=True)):
-        connector = connector_with(made)
+        side = side_of(made)
         for nth in range(2):
-            connector.on_new_request(request_of("plain", f"r{nth}", kv_hints=envelope()))
-        assert connector._stats.data["hints_ignored"] == ["not_pulled"] * 2
+            side.on_new_request(request_of("plain", f"r{nth}", kv_hints=envelope()))
+        assert side.stats.data["hints_ignored"] == ["not_pulled"] * 2
     assert len([one for one in caplog.records if "ignored a KV hint" in one.getMessage()]) == 2
 
 
 def test_a_ticket_is_loaded_and_its_hint_not_looked_at() -> None:
-    connector = connector_with(None)
+    side = side_of(None)
     ticket = any_ticket().without_leases(request_id=REMOTE, block_ids=[0, 1], num_tokens=6, ttl_s=9.0)
-    connector.on_new_request(request_of("plain", params=ticket.to_params(), kv_hints=envelope()))
-    assert connector._stats.data["hints_ignored"] == []
+    side.on_new_request(request_of("plain", params=ticket.to_params(), kv_hints=envelope()))
+    assert side.stats.data["hints_ignored"] == []

@@ -16,21 +16,20 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.mla import indexer
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-import kvflow.vllm.connector as connector_module
+import kvflow.vllm.worker_side as worker_side
 from kvflow import CacheLayout, Config
 from kvflow.attention_backends import rows_of
 from kvflow.blocking import Runtime
 from kvflow.connector.plugin_settings import RefusedOption
-from kvflow.connector.scheduler import ConnectorScheduler
 from kvflow.connector.worker import ConnectorWorker
 from kvflow.errors import ConfigError, LayoutError
-from kvflow.vllm.connector import KVFlowConnector, KVFlowIntroduction
-from kvflow.vllm.extra_config import REFUSED_OPTIONS, scheduling_of
+from kvflow.vllm.connector import KVFlowConnector
+from kvflow.vllm.extra_config import REFUSED_OPTIONS
 from kvflow.vllm.kv_cache_layout import groups_of
+from kvflow.vllm.messages import KVFlowIntroduction
 from kvflow.vllm.named_nixl import NixlConnector
-from kvflow.vllm.succession import Succession
 from tests.vllm.options import HANDLED, INDIFFERENT, REFUSED
-from tests.vllm.test_settings import FULL, HEADS, cache_of, vllm_config
+from tests.vllm.test_settings import FULL, HEADS, cache_of, scheduler_side, vllm_config
 
 CONFIGS = {
     "parallel_config": vllm.config.ParallelConfig,
@@ -83,8 +82,8 @@ def test_an_option_that_is_refused_is_named_at_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In vLLM's scheduler as in its workers, before a request."""
-    monkeypatch.setattr(connector_module, "get_tensor_model_parallel_rank", lambda: 0)
-    monkeypatch.setattr(connector_module, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0))
+    monkeypatch.setattr(worker_side, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(worker_side, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0))
     config, _, name = option.field.partition(".")
     given = vllm_config(**extra)
     given.kv_transfer_config.kv_load_failure_policy = "recompute"
@@ -104,16 +103,14 @@ def test_what_is_refused_is_off_by_default() -> None:
 
 def test_a_scheduler_that_knows_only_some_ranks_is_refused() -> None:
     """Torchrun's way, external_launcher: each rank has a scheduler, which would offer only its own blocks."""
-    connector = KVFlowConnector.__new__(KVFlowConnector)
-    connector._scheduler = ConnectorScheduler(scheduling_of(vllm_config(), [FULL]), new_secret=lambda: "secret")
-    connector._succession = Succession()
+    side = scheduler_side(FULL)
     config = Config(engine_id="prefill", listen="tcp://127.0.0.1:0", transport="inproc", tp_size=2, num_kv_heads=4)
     with Runtime(config) as runtime:
         cache = {"layers.0": torch.zeros(2, 4, 2, 16, 8)}
         runtime.register_kv_caches(cache, CacheLayout.infer(cache, order="HND", block_size=16))
         ticket = ConnectorWorker(runtime).introduction()
         with pytest.raises(ConfigError, match=r"1 rank of 2\..*--distributed-executor-backend external_launcher"):
-            connector.set_xfer_handshake_metadata_pp_aware({(0, 0): KVFlowIntroduction(ticket)})
+            side.set_xfer_handshake_metadata_pp_aware({(0, 0): KVFlowIntroduction(ticket)})
 
 
 def test_the_layout_of_the_cache_is_the_one_that_ranks_can_divide() -> None:

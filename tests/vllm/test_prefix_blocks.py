@@ -34,8 +34,9 @@ from kvflow.connector.paged_prefix_cache import PagedPrefixCache
 from kvflow.connector.scheduler import PagedGroup
 from kvflow.prefix.keys import prefix_keys
 from kvflow.prefix.prefix_cache import PinnedPrefix
-from kvflow.vllm.connector import KVFlowConnector, KVFlowMetadata
+from kvflow.vllm.connector import KVFlowConnector
 from kvflow.vllm.engine_requests import tokens_of as marked_tokens
+from kvflow.vllm.messages import KVFlowMetadata
 from tests.vllm.servers import KVFLOW, MODELS, NAME
 
 BLOCK_SIZE, CHUNK, WINDOW = 16, 48, 40

@@ -22,7 +22,7 @@ from kvflow.connector.parameters import producer_params
 from kvflow.connector.step import Step
 from kvflow.core.protocol.prompts import marked_by_keys, prompt_digest
 from kvflow.errors import PromptMismatch
-from kvflow.vllm.connector import KVFlowIntroduction, KVFlowWorkerReport
+from kvflow.vllm.messages import KVFlowIntroduction, KVFlowWorkerReport
 from tests.support.tests_support import any_ticket
 from tests.vllm.servers import KVFLOW, MODELS, NAME
 from tests.vllm.test_models import prompt_of

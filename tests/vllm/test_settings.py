@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any, cast, get_args
@@ -30,6 +29,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 import kvflow.vllm.connector as connector_module
+import kvflow.vllm.worker_side as worker_side_module
 from kvflow import CacheGroup, CacheLayout, Config, LeaseOutcome, Limits, ServeRequest
 from kvflow.blocking import Runtime
 from kvflow.connector.prefix_peers import PrefixPeers
@@ -45,19 +45,32 @@ from kvflow.errors import ConfigError, LayoutError, LeaseExpired
 from kvflow.prefix import Prefixes
 from kvflow.vllm import extra_config, kv_cache_layout, stock_settings
 from kvflow.vllm.cache_dtypes import CACHE_DTYPES
-from kvflow.vllm.connector import KVFlowConnector, KVFlowIntroduction, KVFlowMetadata
+from kvflow.vllm.connector import KVFlowConnector
 from kvflow.vllm.extra_config import config_of, extra_of, scheduling_of, warn_of_side_channel
 from kvflow.vllm.kv_cache_layout import Group, groups_of
+from kvflow.vllm.messages import KVFlowIntroduction, KVFlowMetadata
 from kvflow.vllm.prefix import RequestPrefixes
-from kvflow.vllm.succession import Succession
+from kvflow.vllm.scheduler_side import SchedulerSide
 from kvflow.vllm.vllm_metrics import KVFlowStats
-from kvflow.vllm.warming import WarmRequests
+from kvflow.vllm.worker_side import WorkerSide
 from tests.support.tests_support import any_ticket
 
 HEADS: dict[str, Any] = {"block_size": 128, "num_kv_heads": 3, "head_size": 64, "dtype": torch.float32}
 STATE: dict[str, Any] = {"block_size": 2048, "shapes": ((3, 8),), "dtypes": (torch.float32,)}
 FULL = Group(index=0, specs={}, facts=GroupFacts(name="full", block_size=16), frees_blocks=False)
+OURS = Config(engine_id="prefill", listen="tcp://127.0.0.1:0", transport="inproc")
 INSTALLED = ".".join(vllm.__version__.split(".")[:2])
+
+
+def scheduler_side(*groups: Group, role: str = "kv_both", **settings: Any) -> SchedulerSide:
+    scheduling = scheduling_of(vllm_config(role), groups)
+    return SchedulerSide(scheduling, ConnectorScheduler(scheduling, new_secret=lambda: "secret"), groups, **settings)
+
+
+def worker_connector(side: WorkerSide) -> KVFlowConnector:
+    connector = KVFlowConnector.__new__(KVFlowConnector)
+    connector._role, connector._worker_side = KVConnectorRole.WORKER, side
+    return connector
 
 
 def vllm_config(role: str = "kv_both", **extra: Any) -> Any:
@@ -319,12 +332,7 @@ def test_vllm_that_cannot_fail_a_load_of_several_groups_is_refused_those(monkeyp
     ],
 )
 def test_the_last_token_is_left_only_by_who_offers(role: str, params: dict[str, Any] | None, left: bool) -> None:
-    connector = KVFlowConnector.__new__(KVFlowConnector)
-    connector._scheduling = scheduling_of(vllm_config(role), [dataclasses.replace(FULL, frees_blocks=True)])
-    connector._scheduler = ConnectorScheduler(connector._scheduling, new_secret=lambda: "secret")
-    connector._stats = KVFlowStats()
-    connector._warm = WarmRequests(16, pulls=False, on_end=lambda _: None)
-    connector._succession = Succession()
+    side = scheduler_side(dataclasses.replace(FULL, frees_blocks=True), role=role)
     prompt = [5, 6, 7]
     request: Any = SimpleNamespace(
         request_id="r",
@@ -341,7 +349,7 @@ def test_the_last_token_is_left_only_by_who_offers(role: str, params: dict[str, 
         prompt_embeds=None,
         get_skip_reading_prefix_cache=lambda: False,
     )
-    connector.on_new_request(request)
+    side.on_new_request(request)
     assert (request.num_prompt_tokens, request.max_tokens) == ((2, 1) if left else (3, 9))
     assert (request.prompt_token_ids, request._all_token_ids) == ((prompt[:2],) * 2 if left else (prompt,) * 2)
     assert prompt == [5, 6, 7], "it may be another request's, too"
@@ -359,15 +367,14 @@ def test_what_would_go_wrong_on_a_gpu_is_refused(
     buffers: str, option: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory that vLLM unmaps: by versions that do not notify their connectors."""
-    monkeypatch.setattr(connector_module, "_NOTIFIES_OF_SLEEP", False)
-    connector = KVFlowConnector.__new__(KVFlowConnector)
-    connector._vllm_config = SimpleNamespace(  # type: ignore[assignment]
+    monkeypatch.setattr(worker_side_module, "_NOTIFIES_OF_SLEEP", False)
+    given: Any = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_buffer_device=buffers),
         model_config=SimpleNamespace(**{option: True} if option else {}),
     )
     cache: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"))
     with pytest.raises(ConfigError, match=problem):
-        connector.register_kv_caches({"layers.0": cache})
+        WorkerSide(given, Runtime(OURS), [FULL]).register_kv_caches({"layers.0": cache})
 
 
 @pytest.mark.parametrize(
@@ -384,20 +391,20 @@ def test_a_buffer_on_the_cpu_is_host_staging(
 
 def test_a_step_on_a_gpu_is_told_what_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads wait for work that was queued before the step, saves for the step itself; on a CPU nothing is recorded."""
-    connector = KVFlowConnector.__new__(KVFlowConnector)
-    connector._role = KVConnectorRole.WORKER
     begun: list[tuple[object, object]] = []
-    connector._worker = SimpleNamespace(  # type: ignore[assignment]
+    side = WorkerSide(vllm_config(), Runtime(OURS), [FULL])
+    side._worker = SimpleNamespace(  # type: ignore[assignment]
         begin=lambda step, ready=None, after=None: begun.append((ready, after))
     )
+    connector = worker_connector(side)
     recorded: list[object] = []
 
     class Event:
         def record(self) -> None:
             recorded.append(self)
 
-    monkeypatch.setattr(connector_module.torch.cuda, "Event", Event)
-    for connector._device in (None, Device("cuda", 0)):
+    monkeypatch.setattr(worker_side_module.torch.cuda, "Event", Event)
+    for side._device in (None, Device("cuda", 0)):
         connector.bind_connector_metadata(KVFlowMetadata(Step()))
         connector.start_load_kv(None)  # type: ignore[arg-type]
         connector.wait_for_save()
@@ -411,15 +418,9 @@ def test_a_sleep_unregisters_the_cache_and_waking_introduces_its_ranks_anew() ->
     cache = torch.zeros(2, 4, 2, 16, 8)
     layout = CacheLayout.infer({"layers.0": cache}, order="HND", block_size=16)
     peers = PrefixPeers(prefixes=Prefixes())
-    ours = Config(engine_id="prefill", listen="tcp://127.0.0.1:0", transport="inproc")
-    with Runtime(ours, parts=[peers.prefixes]) as runtime:
-        worker, scheduler = (KVFlowConnector.__new__(KVFlowConnector) for _ in range(2))
-        worker._runtime, worker._worker, worker._vllm_config = runtime, ConnectorWorker(runtime, peers), config
-        worker._role, worker._groups, worker._shares_prefixes = KVConnectorRole.WORKER, (FULL,), True
+    with Runtime(OURS, parts=[peers.prefixes]) as runtime:
+        worker, scheduler = WorkerSide(config, runtime, [FULL], peers, shares_prefixes=True), scheduler_side(FULL)
         worker._cache_groups = [CacheGroup("full", {"layers.0": cache}, layout)]
-        scheduler._scheduling = scheduling_of(config, [FULL])
-        scheduler._scheduler = ConnectorScheduler(scheduler._scheduling, new_secret=lambda: "secret")
-        scheduler._succession = Succession()
         worker._register(follow_events=False)
         worker.restore_kv_caches()
         first = worker.get_handshake_metadata()
@@ -432,7 +433,7 @@ def test_a_sleep_unregisters_the_cache_and_waking_introduces_its_ranks_anew() ->
         step = scheduler._scheduler.build_step({}, preempted=(), block_ids=lambda _: ())
         step.reused = (1,)
         worker.handle_preemptions(KVFlowMetadata(step))
-        worker.bind_connector_metadata(KVFlowMetadata(step))
+        worker.begin_step(KVFlowMetadata(step))
         assert worker.build_connector_worker_meta() is None
         worker.restore_kv_caches()
         worker.restore_kv_caches()
@@ -470,12 +471,11 @@ def test_vllm_may_sleep_with_ucx_alone(extra: dict[str, Any], sleeps: bool) -> N
 
 def test_what_workers_show_stock_readers_goes_to_all_of_them_with_the_next_step() -> None:
     """So that whichever a stock reader asks answers for all, before it can have parameters."""
-    scheduler, worker = (KVFlowConnector.__new__(KVFlowConnector) for _ in range(2))
-    made, seen = ConnectorScheduler(scheduling_of(vllm_config(), [FULL]), new_secret=lambda: "secret"), list[Any]()
-    scheduler._scheduler, worker._role = made, KVConnectorRole.WORKER
-    scheduler._succession = Succession()
-    worker._ranks = SimpleNamespace(show=seen.append)  # type: ignore[assignment]
-    with Runtime(Config(engine_id="prefill", listen="tcp://127.0.0.1:0", transport="inproc")) as runtime:
+    seen = list[Any]()
+    ranks: Any = SimpleNamespace(show=seen.append)
+    scheduler = scheduler_side(FULL)
+    with Runtime(OURS) as runtime:
+        worker = worker_connector(WorkerSide(vllm_config(), runtime, [FULL], ranks=ranks))
         cache = {"layers.0": torch.zeros(2, 4, 2, 16, 8)}
         runtime.register_kv_caches(cache, CacheLayout.infer(cache, order="HND", block_size=16))
         ticket = ConnectorWorker(runtime).introduction()
@@ -500,20 +500,16 @@ def test_what_workers_show_stock_readers_goes_to_all_of_them_with_the_next_step(
 )
 def test_only_a_step_that_computes_nothing_waits(alone: bool, tokens: int, waits_ms: list[int]) -> None:
     """Longer the more steps have waited in vain. Nor does it if others wait for the step, as data-parallel ones do."""
-    scheduler, worker = (KVFlowConnector.__new__(KVFlowConnector) for _ in range(2))
-    scheduler._scheduler = ConnectorScheduler(scheduling_of(vllm_config(), [FULL]), new_secret=lambda: "secret")
-    scheduler._succession = Succession()
-    scheduler._steps_alone = alone
+    scheduler = scheduler_side(FULL, steps_alone=alone)
     waited: list[float] = []
 
     def collect(wait_s: float) -> Results:
         waited.append(wait_s)
         return Results(sent={"ended"}) if len(waited) == 5 else Results()
 
-    fake = SimpleNamespace(collect=collect, shared_outcomes=lambda: ())
-    worker._role, worker._worker = KVConnectorRole.WORKER, cast(Any, fake)
-    worker._groups, worker._stats, worker._late_reads = [FULL], KVFlowStats(), deque()
-    worker._failed_blocks = set()
+    side = WorkerSide(vllm_config(), Runtime(OURS), [FULL])
+    side._worker = cast(Any, SimpleNamespace(collect=collect, shared_outcomes=lambda: ()))
+    worker = worker_connector(side)
     output: Any = SimpleNamespace(
         kv_connector_block_state=SimpleNamespace(resolve_block_ids=lambda _: ([],)),
         num_scheduled_tokens={"r": tokens} if tokens else {},
@@ -546,21 +542,19 @@ def test_vllm_is_told_of_a_prompt_that_was_not_offered_only_once_its_request_has
     cache = torch.zeros(2, 4, 2, 16, 8)
     layout = CacheLayout.infer({"layers.0": cache}, order="HND", block_size=16)
     limits = Limits(leases_max=1)
-    with Runtime(Config(engine_id="prefill", listen="tcp://127.0.0.1:0", transport="inproc", limits=limits)) as runtime:
+    with Runtime(dataclasses.replace(OURS, limits=limits)) as runtime:
         runtime.register_kv_caches({"layers.0": cache}, layout)
         runtime.serve_blocks(ServeRequest("full", [1], 16))
-        worker = KVFlowConnector.__new__(KVFlowConnector)
-        worker._role, worker._worker = KVConnectorRole.WORKER, ConnectorWorker(runtime)
-        worker._groups, worker._stats, worker._late_reads = [FULL], KVFlowStats(), deque()
-        worker._failed_blocks = set()
+        side = WorkerSide(vllm_config(), runtime, [FULL])
+        worker = worker_connector(side)
         worker.bind_connector_metadata(KVFlowMetadata(Step()))
         save = Save(request_id="r", serve_id="r#1", block_tables=((2,),), num_tokens=16, ttl_s=9.0)
-        worker._worker.begin(Step(save=[save]))
+        side._worker.begin(Step(save=[save]))
         if sent:
-            worker._worker.begin(Step(send=["r"]))
+            side._worker.begin(Step(send=["r"]))
         runtime.start(lambda _: asyncio.sleep(0)).result(10.0)  # begun after the steps, and ended after them
         assert asked(worker, set()) == ({"r"} if sent else set())
-        worker._worker.begin(Step(withdraw=["r"]) if sent else Step(send=["r"]))
+        side._worker.begin(Step(withdraw=["r"]) if sent else Step(send=["r"]))
         runtime.start(lambda _: asyncio.sleep(0)).result(10.0)
         assert asked(worker, {"r"}) == (set() if sent else {"r"})
 

@@ -129,7 +129,7 @@ def test_a_failed_load_computes_one_token(requests: WarmRequests, ended: list[Wa
         requests.note_failed(["r", "another"])
         assert request.prompt_token_ids == list(range(kept + 1))
         assert requests.match(request, 0, (928, True)) == (0, False)
-        told = requests.finish("r")
+        told = requests.finish(request)
         assert told is not None
         assert told["kvflow"]["warm"]["outcome"] == "failed"
         assert told["kvflow"]["warm"]["loaded_tokens"] == 0
@@ -145,7 +145,7 @@ def test_the_pool_is_asked_for_room(requests: WarmRequests) -> None:
     assert requests.match(request, 0, (None, False)) == (None, False)
     assert requests.match(request, 0, (992, True)) == (0, False)
     assert request.num_prompt_tokens == 1
-    assert requests.finish("r") == {
+    assert requests.finish(request) == {
         "kvflow": {
             "warm": {
                 "outcome": "no_room",
@@ -163,4 +163,4 @@ def test_other_requests_are_left_alone(requests: WarmRequests, params: Any) -> N
     requests.add(request)
     assert requests.match(request, 32, (64, True)) == (64, True)
     requests.note_failed(["r"])
-    assert (request.num_prompt_tokens, request.max_tokens, requests.finish("r")) == (100, 16, None)
+    assert (request.num_prompt_tokens, request.max_tokens, requests.finish(request)) == (100, 16, None)

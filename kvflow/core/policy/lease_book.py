@@ -56,7 +56,7 @@ class LeaseEntry:
     lifetime_ends_s: float
     """Latest time to which renewals can move `expires_s`."""
     state: LeaseState = LeaseState.OFFERED
-    readers: dict[str, Fraction] = field(default_factory=dict)
+    readers: dict[str, int | Fraction] = field(default_factory=dict)
     """Share of the lease that each reader rank has reported as read, by the name of the reader's transport agent."""
     ended_s: float = 0.0
     """Time at which the seal of the ended lease was wiped; 0 before that."""
@@ -163,7 +163,8 @@ class LeaseBook:
             return Counted.MALFORMED, None
         if reader in entry.readers:
             return Counted.DUPLICATE, None
-        entry.readers[reader] = Fraction(numerator, denominator)
+        # Most readers read all that there is, and sums of fractions cost a load's end more than all else here.
+        entry.readers[reader] = 1 if numerator == denominator else Fraction(numerator, denominator)
         all_read = sum(entry.readers.values()) >= entry.reader_count
         return Counted.NOTED, entry if all_read and self.end(entry, "all_read") else None
 
