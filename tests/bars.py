@@ -74,9 +74,9 @@ def _part_of(path: Path) -> str:
     return "" if name == "__init__" else name
 
 
-def loaded_by_import(package: Path) -> list[Path]:
-    """Return the files that `import kvflow` loads, by the imports at the top of files."""
-    found, rest = dict[Path, None](), [package / "__init__.py"]
+def loaded_by_import(package: Path, module: str = "__init__.py") -> list[Path]:
+    """Return the files that `import kvflow`, or a module of it, loads, by the imports at the top of files."""
+    found, rest = dict[Path, None](), [package / "__init__.py", package / module]
     while rest:
         path = rest.pop()
         if path not in found:

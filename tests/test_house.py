@@ -536,6 +536,14 @@ print(*{m.__file__ for n, m in sys.modules.items() if n.split(".")[0] == "kvflow
     assert {Path(name) for name in run_python(code).splitlines()} == set(loaded_by_import(PACKAGE))
 
 
+@pytest.mark.parametrize("module", ["connector/scheduler.py", "connector/worker.py", "vllm/connector.py"])
+def test_a_connector_loads_no_part_that_its_engine_has_not_asked_for(module: str) -> None:
+    """Deleted parts are missed only by the settings that need them; parts that are named in a list are such."""
+    loaded = {path.relative_to(PACKAGE).parts[0] for path in loaded_by_import(PACKAGE, module)}
+    assert {"connector", "core", "runtime"} <= loaded
+    assert not loaded & {"prefix", "stock", "storage"}
+
+
 def test_importing_kvflow_loads_neither_nixl_nor_zmq_nor_torch() -> None:
     """Engines import kvflow long before they know whether they transfer; nixl starts threads when it loads."""
     unwanted = {"nixl", "nixl_cu12", "torch", "zmq"}

@@ -93,7 +93,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVFlowStats | None:
         """Return the statistics of this connector object since the last call; None if there are none."""
-        side = self._scheduler_side if self.role is KVConnectorRole.SCHEDULER else self._worker_side
+        side = self._side
         if side.stats.is_empty():
             return None
         taken, side.stats = side.stats, KVFlowStats()
@@ -101,8 +101,11 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def note_new_weights(self, version: str) -> None:
         """Note the version of vLLM's new weights, in either role (`kvflow.vllm.weights`): in the workers first."""
-        side = self._scheduler_side if self.role is KVConnectorRole.SCHEDULER else self._worker_side
-        side.note_new_weights(version)
+        self._side.note_new_weights(version)
+
+    @property
+    def _side(self) -> SchedulerSide | WorkerSide:
+        return self._scheduler_side if self.role is KVConnectorRole.SCHEDULER else self._worker_side
 
     # --- the scheduler's role
 

@@ -28,7 +28,7 @@ class KVFlowMetadata(KVConnectorMetadata):
     successor: Ticket | None = None
     """A ticket of the server that takes this one's place, in the step after it was named."""
     idle: bool = False
-    """True if the engine computes nothing in this step. The workers may then wait a moment for a load."""
+    """True if the engine computes nothing in this step. The workers may then wait a moment for a result."""
 
 
 @dataclass(frozen=True)

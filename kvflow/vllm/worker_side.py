@@ -1,7 +1,7 @@
 """What kvflow's connector does in each of vLLM's workers, over a `connector.worker.ConnectorWorker` and its runtime.
 
-The runtime has a thread of its own, so transfers continue while no step runs. A worker's step never waits for a load,
-only for the end of leases of blocks that it will overwrite (`handle_preemptions`).
+The runtime has a thread of its own, so transfers continue while no step runs. A step that computes tokens never waits
+for a load, only for the end of leases of blocks that it will overwrite (`handle_preemptions`).
 
 A worker refuses to start with unknown kinds of caches (see `kv_cache_layout`), and with caches on a device that the
 transport cannot reach.
@@ -21,7 +21,6 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 from kvflow.blocking import Runtime
 from kvflow.checks import counted
 from kvflow.connector.paged_groups import as_registered
-from kvflow.connector.prefix_peers import PrefixPeers
 from kvflow.connector.step import Step
 from kvflow.connector.worker import ConnectorWorker, Results
 from kvflow.core.cache.regions import Device
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from kvflow.connector.prefix_peers import PrefixPeers
     from kvflow.stock import EngineRanks
 
 logger = logger_of("vllm.kvflow")
@@ -92,12 +92,12 @@ class WorkerSide:
     """kvflow's connector in one of vLLM's workers. vLLM's base class says when each method is called.
 
     Args:
-        runtime: the rank's runtime, not yet open.
+        vllm_config: vLLM's configuration.
+        runtime: the rank's runtime. `register_kv_caches` opens it, `shutdown` closes it.
         groups: the groups of layers that are transferred.
         peers: the peers to ask for prefixes, and to share prefixes with; None to do neither.
-        ranks: metadata of all ranks of this engine for stock readers; None without stock peers. Then any block is read
-            whole.
-        late_reads: reads by stock peers whose leases had ended, noted there by the part `stock`.
+        ranks: metadata of all ranks of this engine for stock readers; None if `stock_peers` is off.
+        late_reads: queue to which the part `stock` adds the request id of each late read by a stock engine.
         shares_prefixes: peers may read prefixes from this engine's cache.
         pulls_prefixes: this engine asks peers for prefixes, and loads them.
         kv_format: name of the cache's format, if the user has given it one.
@@ -137,10 +137,13 @@ class WorkerSide:
         self._device: Device | None = None
         """Device of the cache, on which events are recorded; None on the CPU."""
         self._before_step: DeviceEvent | None = None
+        """Event that happens when all work of earlier steps is done; None on the CPU."""
         self._idle_step_s = _IDLE_STEP_S
         """Seconds for which the next step waits for a result if it computes nothing."""
         self._failed_blocks: set[int] = set()
+        """vLLM's ids of blocks of failed loads that vLLM has not asked for yet."""
         self._split = 1
+        """Number of registered blocks in a block of vLLM's."""
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         where = next(iter(kv_caches.values())).device

@@ -11,9 +11,8 @@ nothing else:
 `leg` shows where decode's time to the first token goes, beside a NixlConnector whose progress thread does not spin;
 all four servers are alive. `cached` is of prompts that prefill's cache has in part.
 `models`, `first` and `cold` start each pair of servers by itself. `cold` tells the first hand-over's loads from the
-decode engine's own first step. `models` is no measurement, and takes an hour. `flow` is of
-prompts that are read while they are computed, `prefix` of prefixes pulled from a neighbour's cache, and neither is part
-of the rest:
+decode engine's own first step. `models` is no measurement, and takes an hour. `flow` is of prompts that are read while
+they are computed, `prefix` of prefixes pulled from a neighbour's cache, and neither is part of the rest:
 
     .venv-vllm/bin/python tests/vllm/compare.py --only flow --rounds 15
 """
@@ -231,7 +230,7 @@ def leg(rounds: int) -> None:
         print(f"{row:44} " + " ".join(f"{cell:>26}" for cell in cells))
     ratios = [one["whole"] / other["whole"] for one, other in zip(*spans.values(), strict=True)]
     print(f"kvflow to {FAIR}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
-    half = (rounds + 1) // 2  # the longer servers live, the less do free blocks lie side by side
+    half = (rounds + 1) // 2
     for what, some in (("first", slice(half)), ("last", slice(-half, None))):
         loads = ", ".join(
             f"{name} {_spread([span['load'] for span in entries[some]])}" for name, entries in spans.items()
